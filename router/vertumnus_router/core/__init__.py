@@ -1,0 +1,1 @@
+"""Pure policy: ``ControlPlane.on_event(event, now) -> effects``. No I/O, no clock, no threads."""

@@ -1,0 +1,153 @@
+"""Everything the control plane is told. Facts that were observed, never intentions."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from vertumnus_router.core.types import BlockHash, PoolId, Rank, Request, RequestId, WorkerId
+from vertumnus_router.lattice import Block
+
+
+@dataclass(frozen=True, slots=True)
+class PoolJoined:
+    """A pool described itself; its ranks follow one by one."""
+
+    pool: PoolId
+    size: int
+    degrees: tuple[int, ...]
+    block_tokens: int
+    context_tokens: int
+    kv_capacity_tokens: int
+    chunk_tokens: int
+    manifest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLost:
+    """The front of the pool is gone: none of its ranks can be reached."""
+
+    pool: PoolId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankReported:
+    """A rank's heartbeat. A worker exists while all ranks of its block agree on it."""
+
+    rank: Rank
+    incarnation: str
+    epoch: int
+    block: Block
+    manifest: str
+    running_requests: int = 0
+    waiting_requests: int = 0
+    kv_used_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """A rank died or fell silent. ``incarnation`` None means whichever life is current."""
+
+    rank: Rank
+    cause: str
+    incarnation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    request_id: RequestId
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFinished:
+    """The engine's own count of cached tokens and compute time; None where unknown
+    (the first byte came before the report)."""
+
+    request_id: RequestId
+    worker: WorkerId
+    cached_tokens: int | None = None
+    compute_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    request_id: RequestId
+
+
+class Failure(Enum):
+    """Why an attempt failed, as far as placement cares."""
+
+    UNREACHABLE = "unreachable"  # connection refused or reset, front dead
+    OVERLOADED = "overloaded"  # 429 or 503: backpressure, not a fault
+    SERVER_ERROR = "server_error"
+    CLIENT_ERROR = "client_error"  # 4xx: the request is at fault, never retried
+    WORKER_LOST = "worker_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """An attempt ended badly. ``streamed`` is True once a byte of the answer has reached
+    the client: then there is no second attempt."""
+
+    request_id: RequestId
+    failure: Failure
+    cause: str
+    streamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCancelled:
+    """The client went away, in whatever phase."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks entered the rank's tree below ``parent`` (None: below the root), in order."""
+
+    rank: Rank
+    parent: BlockHash | None
+    blocks: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    rank: Rank
+    blocks: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReset:
+    """Nothing is known of the rank's tree any more (cleared, restarted, or events lost)."""
+
+    rank: Rank
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed. Timers of the policy run on ticks only."""
+
+
+Event = (
+    PoolJoined
+    | PoolLost
+    | RankReported
+    | RankLost
+    | RequestArrived
+    | PrefillStarted
+    | PrefillFinished
+    | RequestFinished
+    | RequestFailed
+    | RequestCancelled
+    | BlocksStored
+    | BlocksRemoved
+    | IndexReset
+    | Tick
+)

@@ -1,0 +1,58 @@
+"""Nouns of the control plane: ids, ranks, workers, requests.
+
+Times are seconds of the caller's monotonic clock, lengths are tokens.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from vertumnus_router.lattice import Block
+
+PoolId = NewType("PoolId", str)
+WorkerId = NewType("WorkerId", str)
+RequestId = NewType("RequestId", str)
+#: SGLang's chained block hash as its KV events carry it: a signed 64-bit integer.
+BlockHash = NewType("BlockHash", int)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rank:
+    """One persistent process of a pool, named by its data-parallel rank."""
+
+    pool: PoolId
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.pool}/{self.index}"
+
+
+def worker_id(pool: PoolId, block: Block) -> WorkerId:
+    """``pool/FIRSTxDEGREE``: stable across epochs for the same block."""
+    return WorkerId(f"{pool}/{block.first}x{block.degree}")
+
+
+class WorkerState(Enum):
+    """A worker takes requests only while SERVING."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    REFUSED = "refused"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the policy knows of one request.
+
+    ``blocks`` are the hashes of the full KV blocks of the prompt, first to last; empty when
+    the prompt could not be tokenised in time, and ``input_tokens`` is then an estimate.
+    ``output_tokens`` is the most the client allows.
+    """
+
+    id: RequestId
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[BlockHash, ...] = ()
+    exact: bool = True
+    priority: int = 0
