@@ -25,7 +25,11 @@ class CostTerms:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A placement and every candidate it was chosen from, best first."""
+    """A placement and every candidate it was chosen from, best first.
+
+    Without candidates (``explain`` when nothing is eligible) nothing is chosen, and ``excluded``
+    says why.
+    """
 
     request_id: RequestId
     policy: str
@@ -35,6 +39,7 @@ class Decision:
 
     @property
     def chosen(self) -> CostTerms:
+        """The candidate that was taken; ``IndexError`` if there is none."""
         return self.candidates[0]
 
 
@@ -53,7 +58,11 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Answer the client with ``status`` and this message; the request is over."""
+    """The request is over: answer the client with ``status`` and this message.
+
+    Where the engine's own 4xx is at hand (``Failure.CLIENT_ERROR``), relay that instead; where
+    bytes of an answer are out already, end the stream with this error.
+    """
 
     request_id: RequestId
     status: int
@@ -63,7 +72,11 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Stop the attempt at this worker (its answer is no longer wanted)."""
+    """Stop the attempt at this worker (its answer is no longer wanted).
+
+    After a ``RequestCancelled`` the request is over. Otherwise its worker is lost, and the
+    request waits for ``RequestFailed(WORKER_LOST, streamed=...)`` to be placed elsewhere or end.
+    """
 
     request_id: RequestId
     pool: PoolId

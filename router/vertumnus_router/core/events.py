@@ -23,7 +23,10 @@ class PoolJoined:
 
 @dataclass(frozen=True, slots=True)
 class PoolLost:
-    """The front of the pool is gone: none of its ranks can be reached."""
+    """The front of the pool is gone: none of its ranks can be reached.
+
+    The pool and its index are forgotten; ``PoolJoined`` and a replay bring it back.
+    """
 
     pool: PoolId
     cause: str
@@ -31,7 +34,11 @@ class PoolLost:
 
 @dataclass(frozen=True, slots=True)
 class RankReported:
-    """A rank's heartbeat. A worker exists while all ranks of its block agree on it."""
+    """A rank's heartbeat. A worker exists while all ranks of its block agree on it.
+
+    An incarnation that differs from the rank's last one ends that one for good and clears the
+    rank's index, so replay the rank's KV events after this event.
+    """
 
     rank: Rank
     incarnation: str
@@ -45,7 +52,12 @@ class RankReported:
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """A rank died or fell silent. ``incarnation`` None means whichever life is current."""
+    """A rank died or fell silent.
+
+    With an ``incarnation`` that life is over for good: later reports of it are ignored and its
+    index is cleared. None means silence, of whichever life is current: the rank is out until it
+    reports again, its index is kept.
+    """
 
     rank: Rank
     cause: str
@@ -66,7 +78,7 @@ class PrefillStarted:
 @dataclass(frozen=True, slots=True)
 class PrefillFinished:
     """The engine's own count of cached tokens and compute time; None where unknown
-    (the first byte came before the report)."""
+    (the first byte came before the report). The first one for a request counts."""
 
     request_id: RequestId
     worker: WorkerId
@@ -91,18 +103,24 @@ class Failure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """An attempt ended badly. ``streamed`` is True once a byte of the answer has reached
-    the client: then there is no second attempt."""
+    """An attempt ended badly, aborted ones included.
+
+    ``streamed`` is True once a byte of the answer has reached the client: then there is no
+    second attempt. The core answers with a ``Dispatch`` elsewhere, now or later, or with the
+    ``Reject`` that ends the request. ``worker`` names the attempt; a failure of any other
+    attempt than the current one is ignored (None: it is the current one).
+    """
 
     request_id: RequestId
     failure: Failure
     cause: str
     streamed: bool = False
+    worker: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """The client went away, in whatever phase."""
+    """The client went away, in whatever phase. The request is over with this event."""
 
     request_id: RequestId
 

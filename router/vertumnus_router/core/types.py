@@ -33,8 +33,12 @@ def worker_id(pool: PoolId, block: Block) -> WorkerId:
 
 
 class WorkerState(Enum):
-    """A worker takes requests only while SERVING."""
+    """A worker takes requests only while SERVING.
 
+    FORMING: its ranks do not all agree on it yet.
+    """
+
+    FORMING = "forming"
     SERVING = "serving"
     DRAINING = "draining"
     REFUSED = "refused"
