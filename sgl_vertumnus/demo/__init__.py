@@ -1,0 +1,1 @@
+"""A real instruct model and random checkpoints for machines without a hub or a GPU."""
