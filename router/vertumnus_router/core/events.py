@@ -77,8 +77,11 @@ class PrefillStarted:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFinished:
-    """The engine's own count of cached tokens and compute time; None where unknown
-    (the first byte came before the report). The first one for a request counts."""
+    """The engine's own count of cached tokens and compute time; None where unknown.
+
+    The first one ends the prefill. Where that was the first byte of the answer, the report that
+    follows still corrects the prefill-time model.
+    """
 
     request_id: RequestId
     worker: WorkerId

@@ -112,7 +112,8 @@ def _faults(profile: Profile) -> list[str]:
         values[f"degrees.{degree}.d_s"] = at.d_s
         values[f"degrees.{degree}.a_s_per_token"] = at.a_s_per_token
     if profile.fit is not None:
-        values |= {f"fit.{key}": value for key, value in msgspec.structs.asdict(profile.fit).items()}
+        fit = msgspec.structs.asdict(profile.fit)
+        values |= {f"fit.{name}": value for name, value in fit.items()}
     for name, value in values.items():
         # A negative coefficient would make some prompt cost less than nothing.
         if not math.isfinite(value) or value < 0:

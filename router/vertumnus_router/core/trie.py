@@ -77,8 +77,7 @@ class PrefixIndex:
         get = self._nodes.get
         cuts: list[tuple[int, int]] = []
         alive = -1  # every slot there could be
-        depth = 0
-        for block in blocks:
+        for depth, block in enumerate(blocks):
             node = get(block)
             held = alive & node.holders if node is not None else 0
             if held != alive:
@@ -86,7 +85,6 @@ class PrefixIndex:
                 if not held:
                     break
                 alive = held
-            depth += 1
         return PrefixMatch(len(blocks), cuts)
 
     def store(self, slot: int, parent: BlockHash | None, blocks: Iterable[BlockHash]) -> None:

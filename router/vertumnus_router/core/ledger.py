@@ -1,0 +1,140 @@
+"""Reserved prefill work: what q_w is made of.
+
+One reservation per request, named by the request. ``RequestTable`` is the only caller of
+``release``; releasing what is not reserved is no error.
+"""
+
+from dataclasses import dataclass, field
+
+from vertumnus_router.core.types import RequestId, WorkerId
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Predicted prefill work of one request at one worker."""
+
+    worker: WorkerId
+    service_s: float
+    uncached_tokens: int
+    started: bool = False
+    #: another prefill ran at the worker meanwhile, so the reported time is not its own
+    shared: bool = False
+
+
+@dataclass(slots=True)
+class _Account:
+    """The reservations of one worker, in the order they were bound.
+
+    ``running_s`` is the work that the started ones had left at ``as_of_s``; the ranks are one
+    timeline, so elapsed time is spent on the running ones together, once.
+    """
+
+    reserved: dict[RequestId, Reservation] = field(default_factory=dict)
+    running: dict[RequestId, float] = field(default_factory=dict)
+    waiting_s: float = 0.0
+    running_s: float = 0.0
+    as_of_s: float = 0.0
+    tokens: int = 0
+
+    def settle(self, now: float) -> None:
+        """Spend the time since ``as_of_s`` on the running prefills, in the order they began."""
+        elapsed_s, self.as_of_s = now - self.as_of_s, now
+        for request, left_s in self.running.items():
+            spent_s = min(left_s, elapsed_s)
+            self.running[request] = left_s - spent_s
+            elapsed_s -= spent_s
+            if elapsed_s <= 0:
+                break
+        self.running_s = sum(self.running.values())
+
+
+class Ledger:
+    """Reservations by worker. q_w ages with the running prefill; queued ones do not age.
+
+    A reservation covers the prefill only. Requests that decode at a colocated worker slow its
+    prefills down, and q_w leaves that out: the online correction of the model absorbs it on
+    average.
+    """
+
+    def __init__(self) -> None:
+        self._accounts: dict[WorkerId, _Account] = {}
+        self._where: dict[RequestId, WorkerId] = {}
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._where
+
+    def reserve(
+        self, request: RequestId, worker: WorkerId, service_s: float, uncached_tokens: int
+    ) -> None:
+        """Reserve the prefill of ``request`` at ``worker``. ``ValueError`` if it has one."""
+        if request in self._where:
+            raise ValueError(f"request {request} is reserved at {self._where[request]} already")
+        account = self._accounts.setdefault(worker, _Account())
+        account.reserved[request] = Reservation(worker, service_s, uncached_tokens)
+        account.waiting_s += service_s
+        account.tokens += uncached_tokens
+        self._where[request] = worker
+
+    def start(self, request: RequestId, now: float) -> None:
+        """The prefill of ``request`` began; a second start changes nothing."""
+        account = self._account_of(request)
+        if account is None or account.reserved[request].started:
+            return
+        reservation = account.reserved[request]
+        account.settle(now)
+        if account.running:
+            reservation.shared = True
+            for other in account.running:
+                account.reserved[other].shared = True
+        reservation.started = True
+        account.waiting_s -= reservation.service_s
+        account.running[request] = reservation.service_s
+        account.running_s += reservation.service_s
+
+    def release(self, request: RequestId, now: float) -> Reservation | None:
+        """Give back what ``request`` has reserved; None if that is nothing."""
+        account = self._account_of(request)
+        if account is None:
+            return None
+        worker = self._where.pop(request)
+        reservation = account.reserved.pop(request)
+        if not account.reserved:
+            del self._accounts[worker]  # idle: no rounding error may remain
+            return reservation
+        account.settle(now)
+        account.tokens -= reservation.uncached_tokens
+        if reservation.started:
+            account.running_s -= account.running.pop(request)
+        else:
+            account.waiting_s -= reservation.service_s
+        return reservation
+
+    def queue_s(self, worker: WorkerId, now: float) -> float:
+        """q_w: predicted remaining seconds of the prefills assigned to ``worker``."""
+        account = self._accounts.get(worker)
+        if account is None:
+            return 0.0
+        left_s = account.running_s - (now - account.as_of_s) if account.running else 0.0
+        return max(0.0, account.waiting_s) + max(0.0, left_s)
+
+    def load(self, worker: WorkerId) -> tuple[int, int]:
+        """Uncached tokens of the unfinished prefills, and of those without the last bound."""
+        account = self._accounts.get(worker)
+        if account is None:
+            return 0, 0
+        last = next(reversed(account.reserved.values()))
+        return account.tokens, account.tokens - last.uncached_tokens
+
+    def reserved_s(self) -> dict[WorkerId, float]:
+        """Σ of reserved service by worker, not aged; workers without reservations are absent."""
+        return {
+            worker: sum(r.service_s for r in account.reserved.values())
+            for worker, account in self._accounts.items()
+        }
+
+    def _account_of(self, request: RequestId) -> _Account | None:
+        worker = self._where.get(request)
+        return None if worker is None else self._accounts[worker]

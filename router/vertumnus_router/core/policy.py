@@ -1,0 +1,135 @@
+"""What tells one policy from another: the order of the queue, the price, when to bind.
+
+Everything else (the queue, eligibility, picking, reservations) is common to all policies. Both
+policies take the committed workers as candidate blocks.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from vertumnus_router.core.config import LateConfig, PolicyConfig
+from vertumnus_router.core.membership import Candidate, Membership
+
+
+@dataclass(slots=True)
+class Lane:
+    """One candidate's timeline while requests are planned onto it, uncached tokens and seconds.
+
+    Made anew from the ledger for each pass over the queue, so that planning touches nothing.
+    """
+
+    candidate: Candidate
+    queue_s: float
+    tokens: int
+    tokens_before_last: int
+
+    def plan(self, service_s: float, uncached_tokens: int, binds: bool) -> None:
+        """The next request waits behind this one; one that binds also takes up room."""
+        self.queue_s += service_s
+        if binds:
+            self.tokens_before_last = self.tokens
+            self.tokens += uncached_tokens
+
+
+class Policy(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def beta(self) -> float:
+        """Weight of the request's own service time."""
+
+    @property
+    def lam(self) -> float:
+        """Weight of the GPU-seconds spent beyond those of the smallest degree."""
+
+    @property
+    def window(self) -> int | None:
+        """How many queued requests one pass plans; None for all."""
+
+    def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
+        """The blocks that a request may run on."""
+
+    def urgency(self, arrived_s: float, gpu_s: Callable[[], float]) -> float:
+        """Rank in the queue, lowest first. ``gpu_s`` gives g, the request's GPU-seconds at
+        the smallest degree with its best prefix hit."""
+
+    def may_bind(self, lane: Lane) -> bool:
+        """Whether a request may go to the lane's block now."""
+
+    def observe(self, queued: int, ranks: int, now: float) -> None:
+        """``queued`` requests have waited for ``ranks`` ranks since the last call."""
+
+
+class PaperPolicy:
+    """Early binding over persistent workers (section 5): first come, bound on arrival to the
+    argmin of J = q_w + β·s + λ·(C_w·s − C_min·Ê_Cmin(R, P))."""
+
+    name = "paper"
+    window = None
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.beta = config.beta
+        self.lam = config.lam
+
+    def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
+        return membership.serving
+
+    def urgency(self, arrived_s: float, gpu_s: Callable[[], float]) -> float:
+        return arrived_s
+
+    def may_bind(self, lane: Lane) -> bool:
+        return True
+
+    def observe(self, queued: int, ranks: int, now: float) -> None:
+        pass
+
+
+class LatePolicy:
+    """Late binding: requests wait at the router until their worker can use them.
+
+    J = wait + s + λ·(C·s − C_min·Ê_Cmin(R, P)), λ rising with the backlog. A worker is handed
+    the prefill batch it can start, which is one chunk of uncached tokens, and one request more,
+    so that its next step need not wait for the router.
+    """
+
+    name = "late"
+    beta = 1.0
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._config: LateConfig = config.late
+        self._base_lam = config.lam
+        self._backlog = 0.0
+        self._observed_s: float | None = None
+
+    @property
+    def window(self) -> int | None:
+        return self._config.window
+
+    @property
+    def lam(self) -> float:
+        # A fixed λ fails across loads, an uncapped one can lock up.
+        return min(self._config.lam_cap, self._base_lam + self._config.lam_gain * self._backlog)
+
+    def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
+        return membership.serving
+
+    def urgency(self, arrived_s: float, gpu_s: Callable[[], float]) -> float:
+        # g − ageing·(now − arrived) without the now, which is the same for everyone.
+        return gpu_s() + self._config.ageing * arrived_s
+
+    def may_bind(self, lane: Lane) -> bool:
+        return lane.tokens_before_last < lane.candidate.pool.chunk_tokens
+
+    def observe(self, queued: int, ranks: int, now: float) -> None:
+        if self._observed_s is not None and ranks:
+            weight = -math.expm1(-(now - self._observed_s) / self._config.backlog_tau_s)
+            self._backlog += weight * (queued / ranks - self._backlog)
+        self._observed_s = now
+
+
+def make_policy(config: PolicyConfig) -> Policy:
+    """The policy that ``config`` names."""
+    return LatePolicy(config) if config.policy == LatePolicy.name else PaperPolicy(config)
