@@ -28,8 +28,7 @@ class Binding:
 
     def observe(self, now: float) -> None:
         """Tell the policy how the queue has stood until now."""
-        ranks = sum(candidate.degree for candidate in self._membership.serving)
-        self._policy.observe(self._table.queued, ranks, now)
+        self._policy.observe(self._table.queued, self._membership.serving_ranks, now)
 
     def draft(self, request: Request, now: float) -> Entry:
         """The request as it would enter the queue."""

@@ -100,6 +100,7 @@ class Membership:
         self._slots = 0
         self._workers: dict[WorkerId, Worker] = {}
         self._serving: tuple[Candidate, ...] = ()
+        self._serving_ranks = 0
         self._least_degree: int | None = None
 
     @property
@@ -109,6 +110,11 @@ class Membership:
         It depends on the pools alone, so prices do not jump when the composition changes.
         """
         return self._least_degree
+
+    @property
+    def serving_ranks(self) -> int:
+        """How many ranks take requests."""
+        return self._serving_ranks
 
     @property
     def serving(self) -> tuple[Candidate, ...]:
@@ -217,6 +223,7 @@ class Membership:
     def _publish(self) -> None:
         self._workers = {w.id: w for pool in self._pools.values() for w in pool.workers.values()}
         self._serving = tuple(w.candidate for w in self._workers.values() if w.serving)
+        self._serving_ranks = sum(candidate.degree for candidate in self._serving)
         self._least_degree = min(
             (d for pool in self.pools for d in pool.degrees if self._degree_fault(d) is None),
             default=None,

@@ -74,11 +74,9 @@ class PrefixIndex:
 
     def match(self, blocks: Sequence[BlockHash]) -> PrefixMatch:
         """Walk the chain once, until no rank holds further."""
-        get = self._nodes.get
         cuts: list[tuple[int, int]] = []
         alive = -1  # every slot there could be
-        for depth, block in enumerate(blocks):
-            node = get(block)
+        for depth, node in enumerate(map(self._nodes.get, blocks)):
             held = alive & node.holders if node is not None else 0
             if held != alive:
                 cuts.append((depth, alive & ~held))
