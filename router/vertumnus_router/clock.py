@@ -22,6 +22,10 @@ class WallClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
+    def pause(self, seconds: float) -> None:
+        """Block the calling thread; never on an event loop."""
+        time.sleep(seconds)
+
 
 class VirtualClock:
     """A clock that moves only when told to; for tests and simulation."""

@@ -126,8 +126,9 @@ class RankLost(msgspec.Struct, frozen=True, kw_only=True, tag="rank_lost"):
     """Sent by the pool's supervisor on the socket ``reports.port_base + pool_size``."""
 
     rank: int
-    incarnation: str
     cause: str
+    #: None: whichever life of the rank is current
+    incarnation: str | None = None
 
 
 Report = RankState | PrefillStarted | PrefillFinished | RankLost

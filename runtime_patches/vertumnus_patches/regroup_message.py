@@ -1,0 +1,44 @@
+"""The regroup command as it travels through SGLang's control channel.
+
+``SetInternalStateReq`` carries numbers by name and is answered by every rank, in order with
+the requests around it. A command names the new epoch and the degree of every leader:
+``{"vertumnus.epoch": 3, "vertumnus.leader.0": 1, "vertumnus.leader.1": 1, ...}``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_EPOCH = "vertumnus.epoch"
+_LEADER = "vertumnus.leader."
+
+
+class MalformedRegroup(ValueError):
+    """A command that does not describe one epoch and its leaders."""
+
+
+def regroup_knobs(epoch: int, blocks: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """The command for ``blocks``, pairs of (lowest rank, degree)."""
+    return {_EPOCH: epoch} | {f"{_LEADER}{first}": degree for first, degree in blocks}
+
+
+def read_regroup(knobs: Mapping[str, float]) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """``(epoch, ((lowest rank, degree), ...))`` of a command.
+
+    Raises:
+        MalformedRegroup: when a name or value is none of a command.
+    """
+    try:
+        epoch = int(knobs[_EPOCH])
+        leaders = {name: value for name, value in knobs.items() if name != _EPOCH}
+        if not all(name.startswith(_LEADER) for name in leaders):
+            raise MalformedRegroup(f"unknown names in {sorted(knobs)}")
+        blocks = sorted((int(n.removeprefix(_LEADER)), int(d)) for n, d in leaders.items())
+    except (KeyError, ValueError) as exc:
+        raise MalformedRegroup(f"not a regroup command: {dict(knobs)}") from exc
+    return epoch, tuple(blocks)
+
+
+def is_regroup(message: Any) -> bool:
+    """Whether a control message of SGLang is a regroup command."""
+    knobs = getattr(message, "server_args", None)
+    return isinstance(knobs, Mapping) and _EPOCH in knobs

@@ -1,0 +1,74 @@
+"""The pool's configuration: one frozen object, validated once, handed to every process."""
+
+import secrets
+
+import msgspec
+from vertumnus_router.lattice import (
+    Block,
+    CompositionError,
+    check_degrees,
+    format_composition,
+    parse_composition,
+)
+
+from sgl_vertumnus.errors import ConfigurationError
+
+
+class Ports(msgspec.Struct, frozen=True, kw_only=True):
+    """First port of each range; rank r uses base + r. ``reports`` has one more, for the
+    controller; ``store`` is a single port."""
+
+    kv_events: int
+    kv_replay: int
+    reports: int
+    store: int
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What every process of a pool knows. Travels to SGLang's children as JSON in the
+    environment, so it holds no secret."""
+
+    pool_id: str
+    size: int
+    degrees: tuple[int, ...]
+    composition: str
+    host: str
+    device: str
+    ports: Ports
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks that serve after start."""
+        return parse_composition(self.composition, self.size, self.degrees)
+
+
+def check_geometry(
+    size: int, degrees: tuple[int, ...], composition: str | None
+) -> tuple[tuple[int, ...], str]:
+    """The ladder of degrees and the composition in canonical form.
+
+    Without a composition every rank is a worker of the smallest degree.
+
+    Raises:
+        ConfigurationError: when the pool cannot be laid out so.
+    """
+    if size < 1:
+        raise ConfigurationError(f"--pool-size {size}: a pool has at least one rank")
+    try:
+        ladder = check_degrees(size, degrees)
+        if composition is None:
+            smallest = ladder[0]
+            if size % smallest:
+                raise CompositionError(
+                    f"a pool of {size} cannot be filled with degree {smallest}; "
+                    f"name a --composition or add degree 1 to --cp-degrees"
+                )
+            composition = f"{size // smallest}x{smallest}"
+        return ladder, format_composition(parse_composition(composition, size, ladder))
+    except CompositionError as exc:
+        raise ConfigurationError(str(exc)) from exc
+
+
+def new_pool_id() -> str:
+    """A name that tells two lives of a pool apart."""
+    return f"pool-{secrets.token_hex(4)}"

@@ -1,0 +1,151 @@
+"""``python -m sgl_vertumnus.launch_server``: one pool of SGLang ranks, and the router before it.
+
+The flags below are ours; every other flag goes to SGLang unchanged (``sglang serve --help``).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sgl_vertumnus.config import PoolConfig, Ports, check_geometry, new_pool_id
+from sgl_vertumnus.environment import publish_pool_config, set_defaults
+from sgl_vertumnus.errors import ConfigurationError, VertumnusError
+from sgl_vertumnus.ports import free_range
+
+DEFAULT_ROUTER_PORT = 30080
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run until interrupted. Exits 2 on a usage error, before any process starts."""
+    options, passed = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        config = _pool_config(options, passed)
+        _prepare_environment(config)
+        from sgl_vertumnus.worker.launch import serve
+
+        serve(config, passed, router_flags=_router_flags(options))
+    except ConfigurationError as exc:
+        sys.exit(f"launch_server: {exc}")
+    except VertumnusError as exc:
+        sys.exit(f"launch_server: the pool stopped: {exc}")
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_vertumnus.launch_server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    pool = parser.add_argument_group("pool")
+    pool.add_argument("--model-path", "--model", required=True, help="as SGLang's --model-path")
+    pool.add_argument("--pool-size", type=int, required=True, help="number of ranks")
+    pool.add_argument(
+        "--cp-degrees",
+        type=_degrees,
+        default=(1, 2),
+        help="context-parallel degrees the pool can form, powers of two (default 1,2)",
+    )
+    pool.add_argument(
+        "--composition",
+        help="workers after start as COUNTxDEGREE, such as 2x1,1x2 "
+        "(default: every rank a worker of the smallest degree)",
+    )
+    pool.add_argument("--pool-id", help="name of this pool (default: a random one)")
+    pool.add_argument(
+        "--host", default="127.0.0.1", help="address of the front and its event sockets"
+    )
+    router = parser.add_argument_group("router")
+    router.add_argument(
+        "--router-port",
+        type=int,
+        default=DEFAULT_ROUTER_PORT,
+        help=f"port of the router that is started in front (default {DEFAULT_ROUTER_PORT})",
+    )
+    router.add_argument("--no-router", action="store_true", help="start the pool alone")
+    router.add_argument(
+        "--policy", choices=("paper", "late"), default="paper", help="placement policy (paper)"
+    )
+    router.add_argument("--profile", type=Path, help="prefill-time profile, a JSON file")
+    options, passed = parser.parse_known_args(argv)
+    if options.profile is not None and not options.profile.is_file():
+        parser.error(f"--profile {options.profile}: no such file")
+    return options, passed
+
+
+def _degrees(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 1,2,4") from None
+
+
+def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
+    degrees, composition = check_geometry(
+        options.pool_size, options.cp_degrees, options.composition
+    )
+    passed[:0] = ["--model-path", options.model_path, "--host", options.host]
+    size = options.pool_size
+    kv_events = free_range("127.0.0.1", 3 * size + 2)
+    return PoolConfig(
+        pool_id=options.pool_id or new_pool_id(),
+        size=size,
+        degrees=degrees,
+        composition=composition,
+        host=options.host,
+        device=_device(passed),
+        ports=Ports(
+            kv_events=kv_events,
+            kv_replay=kv_events + size,
+            reports=kv_events + 2 * size,
+            store=kv_events + 3 * size + 1,
+        ),
+    )
+
+
+def _device(passed: Sequence[str]) -> str:
+    """SGLang's --device if given, else cuda where there is a GPU, else cpu."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device")
+    given = parser.parse_known_args(passed)[0].device
+    if given is not None:
+        return str(given)
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _prepare_environment(config: PoolConfig) -> None:
+    publish_pool_config(config)
+    if config.device != "cpu":
+        return
+    import os
+
+    cores = sorted(os.sched_getaffinity(0))
+    set_defaults(
+        {
+            "SGLANG_PLATFORM": "vertumnus_cpu",
+            # One compute thread a rank; neighbours of a block sit on different cores.
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
+                str(cores[rank % len(cores)]) for rank in range(config.size)
+            ),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
+
+
+def _router_flags(options: argparse.Namespace) -> list[str] | None:
+    if options.no_router:
+        return None
+    flags = ["--host", options.host, "--port", str(options.router_port)]
+    flags += ["--policy", options.policy]
+    if options.profile is not None:
+        flags += ["--profile", str(options.profile)]
+    return flags
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What a pool refuses at start, with the reason. Checked before any process starts."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vertumnus_patches.engine import ModelFacts
+
+from sgl_vertumnus.errors import UnsupportedFeature
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A flag of SGLang that does not work in a pool.
+
+    ``allowed`` holds the values that do; everything else is refused with ``reason``.
+    """
+
+    field: str
+    allowed: tuple[Any, ...]
+    reason: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.field.replace("_", "-")
+
+
+_OFF = (None, False)
+_TOPOLOGY = "the pool lays out its ranks itself, with --pool-size and --cp-degrees"
+_UNPROVEN = "it keeps state per rank that is not proven to survive a change of the CP degree"
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal("tp_size", (1,), "a rank is one full copy of the model; tensor parallel is not"),
+    Refusal("pp_size", (1,), "a rank is one full copy of the model; a pipeline stage is not"),
+    Refusal("dp_size", (1,), _TOPOLOGY),
+    Refusal("attn_dp_size", (1, None), _TOPOLOGY),
+    Refusal("attn_cp_size", (1,), _TOPOLOGY),
+    Refusal("enable_prefill_cp", _OFF, _TOPOLOGY),
+    Refusal("dcp_size", (1,), "decode context parallel shards KV that every rank must hold"),
+    Refusal("ep_size", (1,), "experts are replicated on each rank"),
+    Refusal("moe_dp_size", (1,), "experts are replicated on each rank"),
+    Refusal("enable_dp_attention", _OFF, _TOPOLOGY),
+    Refusal("enable_eplb", _OFF, "experts are replicated on each rank"),
+    Refusal("elastic_ep_backend", (None,), "experts are replicated on each rank"),
+    Refusal("nnodes", (1,), "a pool is one node; start one pool per node behind one router"),
+    Refusal("use_ray", _OFF, "ranks share a rendezvous with the process that launched them"),
+    Refusal("disaggregation_mode", ("null",), "a pool serves prefill and decode together"),
+    Refusal("enable_pd_role_switch", _OFF, "a pool serves prefill and decode together"),
+    Refusal("enable_pdmux", _OFF, "its split streams bypass the CP prefill path"),
+    Refusal("encoder_only", _OFF, "a pool serves text models"),
+    Refusal("language_only", _OFF, "a pool serves text models"),
+    Refusal("enable_hierarchical_cache", _OFF, f"HiCache: {_UNPROVEN}"),
+    Refusal("enable_lmcache", _OFF, _UNPROVEN),
+    Refusal("enable_flexkv", _OFF, _UNPROVEN),
+    Refusal("enable_hisparse", _OFF, _UNPROVEN),
+    Refusal("enable_unified_cache_external_linker", _OFF, _UNPROVEN),
+    Refusal("enable_session_radix_cache", _OFF, _UNPROVEN),
+    Refusal("enable_streaming_session", _OFF, _UNPROVEN),
+    Refusal("disable_radix_cache", _OFF, "placement and reuse of prefixes need the radix cache"),
+    Refusal("speculative_algorithm", (None,), "speculative decoding: its draft state is not "
+            "mirrored inside a block of ranks"),
+    Refusal("enable_lora", _OFF, "adapters are loaded per rank and not mirrored"),
+    Refusal("lora_paths", (None,), "adapters are loaded per rank and not mirrored"),
+    Refusal("enable_mixed_chunk", _OFF, "a batch of decodes and prefills is not sharded"),
+    Refusal("dllm_algorithm", (None,), "block diffusion does not use the CP prefill path"),
+    Refusal("enable_two_batch_overlap", _OFF, "it splits a batch that CP has already split"),
+    Refusal("enable_single_batch_overlap", _OFF, "it reorders a batch that CP has split"),
+    Refusal("enable_prefill_delayer", _OFF, "it decides by the clock of each rank; the ranks "
+            "of a block must decide alike"),
+    Refusal("min_free_slots_delay", (None,), "it decides by the state of each rank; the ranks "
+            "of a block must decide alike"),
+    Refusal("scheduler_recv_interval", (1,), "the ranks of a block exchange requests every step"),
+    Refusal("tokenizer_worker_num", (1,), "the pool has one front process"),
+    Refusal("skip_tokenizer_init", _OFF, "the front warms its workers with text"),
+    Refusal("skip_server_warmup", _OFF, "the pool takes its composition while it warms up"),
+    Refusal("is_embedding", _OFF, "CP prefill is proven for generation only"),
+    Refusal("smg_grpc_mode", _OFF, "the pool is controlled through its HTTP front"),
+    Refusal("grpc_mode", _OFF, "the pool is controlled through its HTTP front"),
+    Refusal("enable_http2", _OFF, "the pool is controlled through its HTTP/1.1 front"),
+    Refusal("enable_memory_saver", _OFF, "released weights would break ranks that share a step"),
+    Refusal("kv_events_config", (None,), "the pool publishes KV events on ports of its own"),
+)
+
+#: Attention backends with a CP prefill path, by device.
+CP_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "fa4", "trtllm_mha")}
+
+
+def check_flags(server_args: Any) -> None:
+    """Refuse what the command line asks for and a pool cannot do.
+
+    ``server_args`` is SGLang's parsed, unresolved record.
+
+    Raises:
+        UnsupportedFeature: naming every flag at once.
+    """
+    reasons = [
+        f"{refusal.flag} {_shown(getattr(server_args, refusal.field))}: {refusal.reason}"
+        for refusal in REFUSALS
+        if getattr(server_args, refusal.field) not in refusal.allowed
+    ]
+    if reasons:
+        raise UnsupportedFeature(reasons)
+
+
+_MODEL_CHECKS: tuple[tuple[Callable[[ModelFacts], bool], str], ...] = (
+    (lambda m: m.attention == "MLA", "MLA attention keeps a latent KV cache; CP of a pool covers "
+     "multi-head and grouped-query attention"),
+    (lambda m: m.attention == "SSM" or m.is_hybrid, "state-space and linear-attention layers "
+     "carry a state that zigzag CP cannot split"),
+    (lambda m: bool(m.sliding_window_tokens), "sliding-window attention is not covered by zigzag "
+     "CP of a pool"),
+    (lambda m: m.has_attention_sinks, "attention sinks are not covered by zigzag CP of a pool"),
+    (lambda m: m.is_multimodal, "image and audio inputs are not mirrored inside a block of ranks"),
+    (lambda m: m.is_encoder_decoder, "cross attention is not covered by zigzag CP of a pool"),
+    (lambda m: not m.is_generation, "CP prefill is proven for generation only"),
+)
+
+
+def check_model(model: ModelFacts, *, device: str, attention_backend: str) -> None:
+    """Refuse a model or backend without a proven CP prefill path.
+
+    Raises:
+        UnsupportedFeature: naming every reason.
+    """
+    reasons = [f"{model.name}: {why}" for refused, why in _MODEL_CHECKS if refused(model)]
+    reasons.extend(_backend_reasons(device, attention_backend))
+    if reasons:
+        raise UnsupportedFeature(reasons)
+
+
+def _backend_reasons(device: str, backend: str) -> Iterator[str]:
+    supported = CP_BACKENDS.get(device)
+    if supported is None:
+        yield f"--device {device}: pools run on {' and '.join(CP_BACKENDS)}"
+    elif backend not in supported:
+        yield (
+            f"--attention-backend {backend}: it has no context-parallel prefill on {device}; "
+            f"use {' or '.join(supported)}"
+        )
+
+
+def _shown(value: Any) -> str:
+    return "" if value is True else str(value)

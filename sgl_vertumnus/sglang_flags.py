@@ -1,0 +1,55 @@
+"""The SGLang flags that a pool adds to the operator's."""
+
+import json
+from collections.abc import Sequence
+
+from sgl_vertumnus.config import PoolConfig
+
+KV_TOPIC = "kv-events"
+#: Batches kept for routers that join late or missed some; about 100 bytes and up each.
+REPLAY_BATCHES = 100_000
+
+
+def complete_flags(config: PoolConfig, passed: Sequence[str]) -> list[str]:
+    """``passed`` plus what makes it a pool; defaults only where the operator chose nothing."""
+    flags = [*passed]
+    flags += ["--dp-size", str(config.size), "--kv-events-config", kv_events(config)]
+    for flag, *value in _defaults(config):
+        if not _given(passed, flag):
+            flags += [flag, *value]
+    return flags
+
+
+def kv_events(config: PoolConfig) -> str:
+    """SGLang's ``--kv-events-config``: rank r publishes and replays on base + r."""
+    host = config.host
+    return json.dumps(
+        {
+            "publisher": "zmq",
+            "endpoint": f"tcp://{host}:{config.ports.kv_events}",
+            "replay_endpoint": f"tcp://{host}:{config.ports.kv_replay}",
+            "topic": KV_TOPIC,
+            "buffer_steps": REPLAY_BATCHES,
+            "bind": True,
+        }
+    )
+
+
+def _defaults(config: PoolConfig) -> list[tuple[str, ...]]:
+    defaults: list[tuple[str, ...]] = [("--sleep-on-idle",)]
+    if config.device == "cpu":
+        defaults += [
+            ("--device", "cpu"),
+            ("--attention-backend", "torch_native"),
+            ("--page-size", "16"),
+            ("--dtype", "float32"),
+            # There is no second engine to overlap with on a CPU.
+            ("--disable-overlap-schedule",),
+        ]
+    else:
+        defaults.append(("--page-size", "64"))
+    return defaults
+
+
+def _given(flags: Sequence[str], flag: str) -> bool:
+    return any(word == flag or word.startswith(f"{flag}=") for word in flags)

@@ -1,0 +1,111 @@
+"""Start SGLang as a pool: check, rendezvous, router, server. Runs in the front's process."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import psutil
+import torch.distributed as dist
+from vertumnus_patches import SGLANG_VERSION, engine
+from vertumnus_patches.install import manifest
+from vertumnus_patches.patches import ALL_PATCHES
+from vertumnus_router.protocol import (
+    PROTOCOL_VERSION,
+    Endpoint,
+    KvEvents,
+    ModelInfo,
+    PoolDescription,
+)
+
+from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.preflight import check_flags, check_model
+from sgl_vertumnus.sglang_flags import KV_TOPIC, complete_flags
+from sgl_vertumnus.worker.front import PoolFront, add_routes
+
+logger = logging.getLogger(__name__)
+
+ROUTER_STOP_S = 10.0
+
+
+def serve(
+    config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[str] | None
+) -> None:
+    """Serve until interrupted; every child is gone on return.
+
+    ``flags`` are the operator's SGLang flags; ``router_flags`` None starts no router.
+
+    Raises:
+        UnsupportedFeature: before any process is started.
+        PoolStartError: when the pool did not become ready.
+    """
+    engine.load_plugins()
+    check_flags(engine.parse_flags(flags))
+    server = engine.parse_flags(complete_flags(config, flags))
+    facts = engine.model_facts(server)
+    server.resolve_once()
+    for backend in engine.resolved_attention_backends(server):
+        check_model(facts, device=config.device, attention_backend=backend)
+    engine.preload(facts.name)
+    store = dist.TCPStore("127.0.0.1", config.ports.store, is_master=True, wait_for_workers=False)
+    logger.info("rendezvous on port %d for %s", store.port, config)
+    front = PoolFront(config, server.url(), server.admin_api_key or server.api_key)
+    add_routes(engine.http_app(), lambda: _describe(config, facts, engine.front_state()))
+    router = _start_router(server.url(), router_flags)
+    try:
+        engine.serve_http(server, start=front.start)
+    finally:
+        _stop_children(router)
+
+
+def _describe(
+    config: PoolConfig, facts: engine.ModelFacts, state: engine.FrontState
+) -> PoolDescription:
+    return PoolDescription(
+        version=PROTOCOL_VERSION,
+        pool_id=config.pool_id,
+        sglang_version=SGLANG_VERSION,
+        pool_size=config.size,
+        degrees=config.degrees,
+        model=ModelInfo(
+            served_name=state.served_model_name,
+            model_path=state.model_path,
+            tokenizer_path=state.tokenizer_path,
+            context_tokens=facts.context_tokens,
+            kv_capacity_tokens=state.kv_capacity_tokens,
+            chunk_tokens=state.chunk_tokens,
+            chat_template=state.chat_template,
+        ),
+        kv_events=KvEvents(
+            publish=Endpoint(port_base=config.ports.kv_events),
+            replay=Endpoint(port_base=config.ports.kv_replay),
+            topic=KV_TOPIC,
+            block_tokens=state.page_tokens,
+        ),
+        reports=Endpoint(port_base=config.ports.reports),
+        manifest=manifest(ALL_PATCHES),
+    )
+
+
+def _start_router(
+    pool_url: str, flags: Sequence[str] | None
+) -> subprocess.Popen[bytes] | None:
+    if flags is None:
+        return None
+    command = [sys.executable, "-m", "sgl_vertumnus.launch_router", "--pool-urls", pool_url]
+    return subprocess.Popen([*command, *flags])
+
+
+def _stop_children(router: subprocess.Popen[bytes] | None) -> None:
+    """The router gets time to end its streams; SGLang's children have no state to save."""
+    if router is not None:
+        router.terminate()
+        try:
+            router.wait(ROUTER_STOP_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the router did not stop in %.0f s; killing it", ROUTER_STOP_S)
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,186 @@
+"""One rank: its place in the lattice, its exchange with the block, its reports."""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vertumnus_patches import engine
+from vertumnus_patches.cp_group import CpGroup
+from vertumnus_patches.regroup_message import MalformedRegroup, read_regroup
+from vertumnus_router.lattice import Block, CompositionError
+from vertumnus_router.protocol import (
+    PROTOCOL_VERSION,
+    PrefillFinished,
+    PrefillStarted,
+    RankState,
+    Report,
+)
+
+from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.worker.exchange import Ingress, receive_step, send_step
+from sgl_vertumnus.worker.groups import build_groups, connect_store
+from sgl_vertumnus.worker.prefills import PrefillLog
+from sgl_vertumnus.worker.reporter import Reporter
+
+logger = logging.getLogger(__name__)
+
+
+class RankRuntime:
+    """Implements ``vertumnus_patches.seams.RankSeam``.
+
+    Bound in every process of the pool, alive only in ranks: until ``on_parallel_ready`` it is
+    a rank of its own, alone and silent.
+    """
+
+    def __init__(self, config: PoolConfig, manifest: str) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._epoch = 0
+        self._rank = 0
+        self._block = Block(0, 1)
+        self._incarnation = ""
+        self._groups: Mapping[Block, CpGroup] = {}
+        self._group: CpGroup | None = None
+        self._ingress = Ingress(engine.is_regroup)
+        self._prefills = PrefillLog()
+        self._step_started_s: float | None = None
+        self._scheduler: Any = None
+        self._reporter: Reporter | None = None
+
+    # -- start ---------------------------------------------------------------
+
+    def on_parallel_ready(self) -> None:
+        """Join the lattice. Raises when a group cannot be formed, which ends the rank."""
+        self._rank = engine.data_parallel_rank()
+        self._block = Block(self._rank, 1)
+        self._incarnation = secrets.token_hex(8)
+        store = connect_store(self._config)
+        store.set(pid_key(self._rank), str(os.getpid()))
+        device = torch.device("cpu" if self._config.device == "cpu" else "cuda")
+        self._groups = build_groups(self._config, self._rank, store, device)
+        self._reporter = Reporter(
+            self._config.host, self._config.ports.reports + self._rank, self._state
+        )
+
+    # -- the step ------------------------------------------------------------
+
+    @property
+    def is_member(self) -> bool:
+        return self._group is not None and not self._group.is_first_rank
+
+    @property
+    def may_sleep(self) -> bool:
+        return not self.is_member and self._ingress.is_empty
+
+    def exchange_requests(self, received: list[Any] | None) -> list[Any]:
+        group = self._group
+        if group is not None and not group.is_first_rank:
+            return receive_step(group.cpu_group)
+        step = self._ingress.take(received or [])
+        if group is not None:
+            send_step(step, group.cpu_group)
+        return step
+
+    def sync_token_ids(self, token_ids: torch.Tensor) -> None:
+        if self._group is not None:
+            self._group.broadcast_from_leader(token_ids)
+
+    def on_batch_started(self, scheduler: Any, batch: Any) -> None:
+        self._scheduler = scheduler
+        if self.is_member or not engine.is_extend(batch):
+            return
+        self._step_started_s = time.perf_counter()
+        if started := self._prefills.begin(request.rid for request in batch.reqs):
+            self._send(
+                PrefillStarted(
+                    rank=self._rank, incarnation=self._incarnation, epoch=self._epoch, rids=started
+                )
+            )
+
+    def on_batch_finished(self, scheduler: Any, batch: Any) -> None:
+        if self._step_started_s is None or not engine.is_extend(batch):
+            return
+        step_s = time.perf_counter() - self._step_started_s
+        done = self._prefills.end(
+            (request.rid for request in batch.reqs), step_s, engine.prefilled(batch)
+        )
+        if done:
+            self._send(
+                PrefillFinished(
+                    rank=self._rank, incarnation=self._incarnation, epoch=self._epoch, done=done
+                )
+            )
+
+    # -- regrouping ----------------------------------------------------------
+
+    def reconfigure(self, scheduler: Any, knobs: Mapping[str, float]) -> bool:
+        """Move to the block that the command gives this rank. False leaves everything as is."""
+        if (refusal := self.can_regroup(scheduler, knobs)) is not None:
+            logger.warning("regroup refused: %s", refusal)
+            return False
+        epoch, block = self._target(knobs)
+        group = self._groups.get(block)
+        engine.apply_geometry(scheduler, group=group)
+        self._scheduler, self._group = scheduler, group
+        self._epoch, self._block = epoch, block
+        logger.info("epoch %d: rank %d serves in %s", epoch, self._rank, block)
+        if self._reporter is not None:
+            self._reporter.beat()
+        return True
+
+    def can_regroup(self, scheduler: Any, knobs: Mapping[str, float]) -> str | None:
+        """Why the command cannot be followed now, or None."""
+        try:
+            epoch, block = self._target(knobs)
+        except (MalformedRegroup, CompositionError) as exc:
+            return str(exc)
+        if epoch <= self._epoch:
+            return f"epoch {epoch} is not newer than {self._epoch}"
+        if block.degree > 1 and block not in self._groups:
+            return f"{block} is not in the lattice of degrees {self._config.degrees}"
+        if not engine.is_idle(scheduler):
+            return "requests are queued or running"
+        return None
+
+    def _target(self, knobs: Mapping[str, float]) -> tuple[int, Block]:
+        epoch, blocks = read_regroup(knobs)
+        for first, degree in blocks:
+            block = Block(first, degree)
+            if self._rank in block:
+                return epoch, block
+        raise MalformedRegroup(f"no block for rank {self._rank} in {blocks}")
+
+    # -- reports -------------------------------------------------------------
+
+    def _send(self, report: Report) -> None:
+        if self._reporter is not None:
+            self._reporter.send(report)
+
+    def _state(self) -> RankState:
+        load = engine.load_of(self._scheduler) if self._scheduler is not None else None
+        return RankState(
+            version=PROTOCOL_VERSION,
+            pool_id=self._config.pool_id,
+            rank=self._rank,
+            incarnation=self._incarnation,
+            epoch=self._epoch,
+            first=self._block.first,
+            degree=self._block.degree,
+            manifest=self._manifest,
+            running_requests=load.running_requests if load else 0,
+            waiting_requests=load.waiting_requests if load else 0,
+            kv_used_tokens=load.kv_used_tokens if load else 0,
+            kv_capacity_tokens=load.kv_capacity_tokens if load else 0,
+        )
+
+
+def pid_key(rank: int) -> str:
+    """Where a rank leaves its process id in the pool's store."""
+    return f"pid/{rank}"
+
+
+__all__ = ["RankRuntime", "pid_key"]

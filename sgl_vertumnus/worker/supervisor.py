@@ -1,0 +1,137 @@
+"""The controller's loop: hand requests to leaders, watch the ranks, sleep in between."""
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+from vertumnus_patches import engine
+from vertumnus_patches.regroup_message import read_regroup
+from vertumnus_router.lattice import Block
+from vertumnus_router.protocol import RankLost, encode_report
+
+from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.worker.groups import connect_store
+from sgl_vertumnus.worker.leaders import Leaders
+from sgl_vertumnus.worker.rank import pid_key
+
+logger = logging.getLogger(__name__)
+
+#: SGLang's own watchdog wants to hear from the loop now and then.
+POLL_MS = 1000
+#: A live rank always has room for a message; one that blocks this long is gone.
+SEND_TIMEOUT_MS = 1000
+
+
+class Supervisor:
+    """Implements ``vertumnus_patches.seams.ControllerSeam``."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self._config = config
+        self._leaders = Leaders(config.size)
+        self._lost: zmq.Socket[bytes] | None = None
+        self._pidfds: dict[int, int] = {}
+
+    def run(self, controller: Any) -> None:
+        """Serve until the process is stopped."""
+        # A rank that fails tells its parent to bring everything down; here it is one block.
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+        self._open_report_socket()
+        self._pidfds = dict(self._watch_ranks())
+        to_front = controller.context.socket(zmq.PUSH)
+        to_front.connect(controller.port_args.tokenizer_ipc_name)
+        for worker in controller.workers:
+            worker.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+        inbox = controller.recv_from_tokenizer
+        poller = zmq.Poller()
+        poller.register(inbox, zmq.POLLIN)
+        for pidfd in self._pidfds:
+            poller.register(pidfd, zmq.POLLIN)
+        while True:
+            controller.soft_watchdog.feed()
+            ready = dict(poller.poll(POLL_MS))
+            for pidfd in [fd for fd in self._pidfds if fd in ready]:
+                poller.unregister(pidfd)
+                self._on_exit(controller, self._pidfds.pop(pidfd))
+            if inbox in ready:
+                self._drain(controller, inbox, to_front)
+
+    def on_control(self, controller: Any, message: Any) -> None:
+        """Requests behind a regroup command go to the leaders that it names."""
+        if engine.is_regroup(message):
+            _, blocks = read_regroup(message.server_args)
+            self._leaders.regroup(Block(first, degree) for first, degree in blocks)
+            self._apply(controller)
+
+    def _drain(
+        self, controller: Any, inbox: zmq.Socket[bytes], to_front: zmq.Socket[bytes]
+    ) -> None:
+        while (message := engine.receive(inbox)) is not None:
+            requests = engine.requests_in(message)
+            if requests is None:
+                self._send_control(controller, message)
+                continue
+            for request in requests:
+                self._dispatch(controller, request, to_front)
+
+    def _dispatch(self, controller: Any, request: Any, to_front: zmq.Socket[bytes]) -> None:
+        try:
+            if request.routed_dp_rank is not None:
+                request.routed_dp_rank = self._leader_for(request.routed_dp_rank)
+            elif not self._leaders.alive:
+                raise Unroutable("every worker of this pool has failed")
+            controller.dispatching_with_trace(request)
+        except (Unroutable, zmq.Again) as exc:
+            logger.warning("request %s was not dispatched: %s", request.rid, exc)
+            engine.abort_unroutable(to_front, request, str(exc) or "its rank does not answer")
+
+    def _send_control(self, controller: Any, message: Any) -> None:
+        try:
+            controller._request_dispatcher(message)
+        except zmq.Again:
+            logger.error("a rank does not take control messages: %s", type(message).__name__)
+
+    def _leader_for(self, rank: int) -> int:
+        if not 0 <= rank < self._config.size:
+            raise Unroutable(f"the pool has no rank {rank}, it has 0 to {self._config.size - 1}")
+        leader = self._leaders.leader_for(rank)
+        if leader is None:
+            raise Unroutable(f"the worker of rank {rank} has failed")
+        return leader
+
+    # -- deaths --------------------------------------------------------------
+
+    def _on_exit(self, controller: Any, rank: int) -> None:
+        failed = self._leaders.lose(rank)
+        logger.error("rank %d exited; %s", rank, f"{failed} failed" if failed else "known")
+        self._apply(controller)
+        if self._lost is not None:
+            report = RankLost(rank=rank, incarnation=None, cause="its process exited")
+            self._lost.send_multipart(encode_report(report))
+
+    def _apply(self, controller: Any) -> None:
+        """SGLang sends requests and control messages to its active workers only; members get
+        both from their leader."""
+        alive = self._leaders.alive
+        controller.status = [rank in alive for rank in range(len(controller.workers))]
+        controller._active_workers = alive
+        controller._active_count_cache = len(alive)
+
+    def _watch_ranks(self) -> Mapping[int, int]:
+        """Descriptors that become readable when a rank's process ends, by rank."""
+        store = connect_store(self._config)
+        return {
+            os.pidfd_open(int(store.get(pid_key(rank)))): rank
+            for rank in range(self._config.size)
+        }
+
+    def _open_report_socket(self) -> None:
+        self._lost = zmq.Context.instance().socket(zmq.PUB)
+        port = self._config.ports.reports + self._config.size
+        self._lost.bind(f"tcp://{self._config.host}:{port}")
+
+
+class Unroutable(Exception):
+    """No live worker can take the request."""
