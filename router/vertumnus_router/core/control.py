@@ -31,7 +31,7 @@ from vertumnus_router.core.events import (
     Tick,
 )
 from vertumnus_router.core.ledger import Ledger
-from vertumnus_router.core.membership import Candidate, Change, Membership
+from vertumnus_router.core.membership import Change, Membership
 from vertumnus_router.core.model import Correction, PrefillModel
 from vertumnus_router.core.placement import Placement, too_large
 from vertumnus_router.core.policy import make_policy
@@ -40,6 +40,7 @@ from vertumnus_router.core.requests import Entry, Phase, RequestTable
 from vertumnus_router.core.snapshot import WorkerSnapshot
 from vertumnus_router.core.trie import PrefixIndex
 from vertumnus_router.core.types import Rank, Request, RequestId, WorkerId
+from vertumnus_router.core.workers import Candidate
 
 
 class ControlPlane:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from vertumnus_router.core.config import PolicyConfig
 from vertumnus_router.core.effects import CostTerms, Decision
 from vertumnus_router.core.events import PoolJoined
-from vertumnus_router.core.membership import Candidate, Membership
+from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.model import PrefillModel
 from vertumnus_router.core.policy import Lane, Policy
 from vertumnus_router.core.requests import Entry
 from vertumnus_router.core.trie import PrefixIndex, PrefixMatch
 from vertumnus_router.core.types import Request, RequestId, WorkerId
+from vertumnus_router.core.workers import Candidate
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vertumnus_router.core.config import LateConfig, PolicyConfig
-from vertumnus_router.core.membership import Candidate, Membership
+from vertumnus_router.core.membership import Membership
+from vertumnus_router.core.workers import Candidate
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vertumnus_router.core.ledger import Ledger
-from vertumnus_router.core.membership import Candidate
 from vertumnus_router.core.trie import PrefixMatch
 from vertumnus_router.core.types import Request, RequestId, WorkerId
+from vertumnus_router.core.workers import Candidate
 
 
 class Phase(Enum):

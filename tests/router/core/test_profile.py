@@ -1,0 +1,98 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vertumnus_router.core.profile import ProfileError, decode_profile, encode_profile
+from vertumnus_router.profiles import DEFAULT, load_profile, shipped
+
+GOOD: dict[str, Any] = {
+    "version": 1,
+    "device": "a device",
+    "model": "a model",
+    "sglang_version": "0.5.23",
+    "date": "2026-11-30",
+    "measured": True,
+    "note": "",
+    "degrees": {"1": {"d_s": 0.02, "a_s_per_token": 1e-5}},
+    "b_s_per_token": 6e-7,
+    "c_s_per_token": 3e-5,
+    "alpha_s_per_pair": 3e-9,
+}
+FIT = {"d0_s": 0.02, "d1_s": 0.015, "a0_s_per_token": 1e-5, "a1_s_per_token": 2e-6}
+
+
+def decode(**changes: Any) -> Any:
+    return decode_profile(json.dumps(GOOD | changes).encode(), "here.json")
+
+
+def test_a_profile_survives_the_round_trip() -> None:
+    profile = decode(fit=FIT)
+    assert decode_profile(encode_profile(profile), "again") == profile
+
+
+def test_a_degree_outside_the_profile_is_refused_by_name() -> None:
+    with pytest.raises(ProfileError, match="no degree 4, only 1: profile it"):
+        decode().coefficients(4)
+
+
+def test_a_fit_covers_the_degrees_that_were_not_profiled() -> None:
+    profile = decode(fit=FIT)
+    assert profile.coefficients(1).d_s == 0.02  # as profiled
+    assert profile.coefficients(4).d_s == pytest.approx(0.02 + 2 * 0.015)
+    assert profile.coefficients(4).a_s_per_token == pytest.approx(1.4e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"version": 2}, "version 2, this router reads version 1"),
+        ({"device": " "}, "device is empty"),
+        ({"date": "yesterday"}, "date 'yesterday' is not YYYY-MM-DD"),
+        ({"degrees": {}}, "neither degrees nor a fit"),
+        ({"degrees": {"3": {"d_s": 1, "a_s_per_token": 0}}}, "3 is not a power of two"),
+        ({"degrees": {"1": {"d_s": -1, "a_s_per_token": 0}}}, r"degrees\.1\.d_s is -1"),
+        ({"b_s_per_token": -1e-9}, "b_s_per_token is -1e-09"),
+        ({"fit": FIT | {"d1_s": -1.0}}, r"fit\.d1_s is -1"),
+        ({"c_s_per_token": 0, "alpha_s_per_pair": 0}, "nothing to parallelise"),
+        ({"c_s_per_token": "fast"}, "c_s_per_token"),
+        ({"gamma": 1}, "gamma"),
+        ({"measured": None}, "measured"),
+    ],
+)
+def test_a_profile_that_cannot_be_right_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ProfileError, match=says) as caught:
+        decode(**changes)
+    assert str(caught.value).startswith("here.json: ")
+
+
+def test_every_fault_is_named_at_once() -> None:
+    with pytest.raises(ProfileError, match=r"device is empty.*date.*b_s_per_token"):
+        decode(device="", date="", b_s_per_token=-1)
+
+
+def test_missing_field_and_no_json() -> None:
+    with pytest.raises(ProfileError, match="measured"):
+        decode_profile(json.dumps({k: GOOD[k] for k in GOOD if k != "measured"}).encode(), "f")
+    with pytest.raises(ProfileError, match="f: not a profile"):
+        decode_profile(b"{", "f")
+
+
+def test_the_default_profile_says_that_nobody_measured_it() -> None:
+    profile = load_profile(DEFAULT)
+    assert not profile.measured
+    assert "replace it by profiling" in profile.note
+
+
+def test_every_shipped_profile_loads() -> None:
+    assert DEFAULT in shipped()
+    for name in shipped():
+        load_profile(name)
+
+
+def test_a_profile_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(GOOD))
+    assert load_profile(str(path)).model == "a model"
+    with pytest.raises(ProfileError, match=f"neither a readable file .* nor one of.*{DEFAULT}"):
+        load_profile(str(tmp_path / "none.json"))
