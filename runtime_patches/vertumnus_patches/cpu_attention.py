@@ -15,29 +15,13 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 
 class Kernel(Protocol):
-    """The kernel that the runtime brings; see ``sgl_vertumnus.worker.attention``."""
+    """The kernel that the runtime brings: the module ``sgl_vertumnus.worker.attention``."""
 
-    Segment: Callable[..., Any]
-
-    def extend_attention(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        segments: Any,
-        scale: float,
-        out: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-    def decode_attention(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slots: Any,
-        scale: float,
-        out: torch.Tensor,
-    ) -> torch.Tensor: ...
+    KeySlots: Any
+    Segment: Any
+    Workspace: Any
+    extend_attention: Callable[..., torch.Tensor]
+    decode_attention: Callable[..., torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -45,7 +29,7 @@ class _Plan:
     """The geometry of one step, shared by all layers."""
 
     segments: list[Any]
-    slots: list[torch.Tensor]
+    sequences: list[Any]
 
 
 def register(kernel: Kernel) -> None:
@@ -54,7 +38,10 @@ def register(kernel: Kernel) -> None:
     class CpuAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         """Extend and decode with work proportional to what is new."""
 
-        _plan: _Plan | None = None
+        def __init__(self, model_runner: Any) -> None:
+            super().__init__(model_runner)
+            self._plan: _Plan | None = None
+            self._workspace = kernel.Workspace()
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
@@ -84,8 +71,9 @@ def register(kernel: Kernel) -> None:
                 self.token_to_kv_pool.get_key_buffer(layer.layer_id),
                 self.token_to_kv_pool.get_value_buffer(layer.layer_id),
                 self._plan.segments,
-                layer.scaling,
-                out,
+                scale=layer.scaling,
+                out=out,
+                workspace=self._workspace,
             )
             return out.view(q.shape[0], -1)
 
@@ -108,9 +96,10 @@ def register(kernel: Kernel) -> None:
                 q,
                 self.token_to_kv_pool.get_key_buffer(layer.layer_id),
                 self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-                self._plan.slots,
-                layer.scaling,
-                out,
+                self._plan.sequences,
+                scale=layer.scaling,
+                out=out,
+                workspace=self._workspace,
             )
             return out.view(q.shape[0], -1)
 
@@ -137,9 +126,12 @@ def _plan(req_to_token: torch.Tensor, forward_batch: Any, kernel: Kernel) -> _Pl
         return None
     lengths = forward_batch.seq_lens_cpu.tolist()
     rows = forward_batch.req_pool_indices.tolist()
-    slots = [req_to_token[row, :length] for row, length in zip(rows, lengths, strict=True)]
+    sequences = [
+        kernel.KeySlots.of(req_to_token[row, :length])
+        for row, length in zip(rows, lengths, strict=True)
+    ]
     if not forward_batch.forward_mode.is_extend():
-        return _Plan([], [s.long() for s in slots])
+        return _Plan([], sequences)
     cp = forward_batch.attn_cp_metadata
     if cp is None:
         parts = [(list(map(int, forward_batch.extend_seq_lens_cpu)), lengths)]
@@ -149,11 +141,11 @@ def _plan(req_to_token: torch.Tensor, forward_batch: Any, kernel: Kernel) -> _Pl
             (cp.actual_seq_q_next_list, cp.kv_len_next_list),
         ]
     segments = [
-        kernel.Segment(queries, keys, sequence[:keys])
+        kernel.Segment(queries, keys, sequence)
         for query_lens, kv_lens in parts
-        for queries, keys, sequence in zip(query_lens, kv_lens, slots, strict=True)
+        for queries, keys, sequence in zip(query_lens, kv_lens, sequences, strict=True)
     ]
-    return _Plan(segments, slots)
+    return _Plan(segments, sequences)
 
 
 def _is_plain_causal(layer: Any) -> bool:

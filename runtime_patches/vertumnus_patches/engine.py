@@ -190,13 +190,28 @@ def resolved_attention_backends(server_args: Any) -> tuple[str, str]:
     return tuple(attention_backends_of(resolved_view(server_args)))
 
 
-def preload(architecture: str) -> None:
-    """Import what a rank runs, so that forked ranks share it instead of importing it."""
+def preload(server_args: Any, architecture: str) -> None:
+    """Import and load in the front what its forked children need, so that they share it."""
+    import gc
+
+    from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.managers import data_parallel_controller, detokenizer_manager, scheduler
     from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.utils.hf_transformers import tokenizer
 
     _ = (data_parallel_controller, detokenizer_manager, scheduler)
     ModelRegistry.resolve_model_cls([architecture])
+    cfg = resolved_view(server_args)
+    tokenizer.get_tokenizer(
+        cfg.tokenizer_path,
+        tokenizer_mode=cfg.tokenizer_mode,
+        trust_remote_code=cfg.trust_remote_code,
+        revision=cfg.revision,
+        tokenizer_backend=cfg.tokenizer_backend,
+    )
+    # What exists now stays: a collection in a child would only copy the pages it shares.
+    gc.collect()
+    gc.freeze()
 
 
 def data_parallel_rank() -> int:
@@ -254,13 +269,21 @@ def apply_geometry(scheduler: Any, *, group: CpGroup | None) -> None:
 
 
 def encode_requests(requests: Sequence[Any]) -> bytes:
-    """SGLang's own msgpack form of a list of messages; b"" for none."""
+    """SGLang's own msgpack form of a list of messages; b"" for none.
+
+    Time stamps stay behind: SGLang pickles them, and only the leader reports times.
+    """
     import msgspec
     from sglang.srt.managers.io_struct import msgpack_encode
 
+    def without_times(request: Any) -> Any:
+        if getattr(request, "time_stats", None) is None:
+            return request
+        return msgspec.structs.replace(request, time_stats=None)
+
     if not requests:
         return b""
-    return msgspec.msgpack.encode([msgpack_encode(request) for request in requests])
+    return msgspec.msgpack.encode([msgpack_encode(without_times(r)) for r in requests])
 
 
 def decode_requests(payload: bytes) -> list[Any]:

@@ -46,7 +46,8 @@ def serve(
     server.resolve_once()
     for backend in engine.resolved_attention_backends(server):
         check_model(facts, device=config.device, attention_backend=backend)
-    engine.preload(facts.name)
+    if config.device == "cpu":
+        engine.preload(server, facts.name)
     store = dist.TCPStore("127.0.0.1", config.ports.store, is_master=True, wait_for_workers=False)
     logger.info("rendezvous on port %d for %s", store.port, config)
     front = PoolFront(config, server.url(), server.admin_api_key or server.api_key)

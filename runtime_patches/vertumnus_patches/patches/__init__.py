@@ -12,6 +12,7 @@ from vertumnus_patches.patches import (
     parallel_groups,
     process_start,
     request_mirror,
+    shared_tokenizer,
     short_prompts,
     token_sync,
     topology_check,
@@ -20,6 +21,7 @@ from vertumnus_patches.record import Patch
 
 ALL_PATCHES: tuple[Patch, ...] = (
     process_start.PATCH,
+    shared_tokenizer.PATCH,
     controller_loop.PATCH,
     controller_leaders.PATCH,
     parallel_groups.PATCH,
