@@ -1,0 +1,1 @@
+"""Sockets, HTTP, clocks and metrics: everything of the router that touches the world."""

@@ -1,0 +1,243 @@
+"""Everything but inference: health, what is served, who serves, why, and metrics."""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from vertumnus_router.core.effects import Decision
+from vertumnus_router.core.snapshot import WorkerSnapshot
+from vertumnus_router.core.types import RequestId
+from vertumnus_router.io.api_errors import ApiError
+from vertumnus_router.io.asgi import App, ClientGone, Receive, Scope, Send, read_body
+from vertumnus_router.io.client_request import endpoint_of, parse
+from vertumnus_router.io.router import Router
+
+_JSON = "application/json"
+_PASS_TIMEOUT_S = 120.0
+#: GET, answered by the front of the first pool.
+_FROM_A_FRONT = (
+    "/server_info",
+    "/get_server_info",
+    "/model_info",
+    "/get_model_info",
+)
+#: GET or POST, sent to the front of every pool.
+_TO_EVERY_FRONT = ("/flush_cache", "/start_profile", "/stop_profile")
+
+
+def build_app(router: Router) -> App:
+    """The whole ASGI application: inference in front, administration behind it."""
+    admin = _admin(router)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and await router.serve(scope["path"], scope, receive, send):
+            return
+        await admin(scope, receive, send)
+
+    return app
+
+
+def _admin(router: Router) -> FastAPI:
+    app = FastAPI(title="sgl-vertumnus router", openapi_url=None)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+
+    @app.get("/health")
+    @app.get("/liveness")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/readiness")
+    @app.get("/ready")
+    async def readiness() -> Response:
+        reasons = router.not_ready()
+        return _json({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        cards = router.model.cards()
+        return _json({"object": "list", "data": cards}, 200 if cards else 503)
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        router.model.check(model)
+        cards = router.model.cards()
+        if not cards:
+            raise ApiError(503, "no_pool", "no pool has joined this router yet")
+        return _json(cards[0])
+
+    @app.get("/workers")
+    async def workers() -> Response:
+        found = router.core.workers(router.clock.now())
+        return _json(
+            {
+                "workers": [_worker(worker) for worker in found],
+                "queued": router.core.queued_count,
+                "pending": router.core.pending_count,
+                "pools": [
+                    {
+                        "url": pool.url,
+                        "pool": pool.description.pool_id if pool.description else None,
+                        "trouble": pool.trouble,
+                    }
+                    for pool in router.pools
+                ],
+            }
+        )
+
+    @app.post("/explain")
+    async def explain(request: Request) -> Response:
+        try:
+            body = await read_body(request.scope, request.receive, router.config.limits.body_bytes)
+        except ClientGone:
+            return Response(status_code=499)
+        endpoint = endpoint_of(_object(body))
+        asked = parse(endpoint, body)
+        router.model.check(asked.model)
+        described = await router.hot.describe(asked, RequestId(uuid.uuid4().hex))
+        decision = router.core.explain(described, router.clock.now())
+        return _json(
+            {
+                "endpoint": endpoint.value,
+                "input_tokens": described.input_tokens,
+                "output_tokens": described.output_tokens,
+                "exact": described.exact,
+                "blocks": len(described.blocks),
+                **_decision(decision),
+            }
+        )
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(router.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    for path in _FROM_A_FRONT:
+        app.add_api_route(path, _from_a_front(router, path), methods=["GET"])
+    for path in _TO_EVERY_FRONT:
+        app.add_api_route(path, _to_every_front(router, path), methods=["GET", "POST"])
+    return app
+
+
+def _from_a_front(router: Router, path: str) -> Callable[[Request], Any]:
+    async def answer(request: Request) -> Response:
+        url = next((pool.url for pool in router.pools if pool.description), None)
+        if url is None:
+            raise ApiError(503, "no_pool", "no pool has joined this router yet")
+        status, body, content_type = await _ask(router, "GET", url + path, request)
+        return Response(body, status, media_type=content_type)
+
+    return answer
+
+
+def _to_every_front(router: Router, path: str) -> Callable[[Request], Any]:
+    async def answer(request: Request) -> Response:
+        urls = [pool.url for pool in router.pools if pool.description]
+        if not urls:
+            raise ApiError(503, "no_pool", "no pool has joined this router yet")
+        body = await request.body()
+        answers = await asyncio.gather(
+            *(_ask(router, "POST", url + path, request, body) for url in urls)
+        )
+        worst = max(status for status, _, _ in answers)
+        lines = [
+            f"{url}: {text.decode('utf-8', 'replace').strip()}"
+            for url, (_, text, _) in zip(urls, answers, strict=True)
+        ]
+        return Response("\n".join(lines) + "\n", worst, media_type="text/plain")
+
+    return answer
+
+
+async def _ask(
+    router: Router, method: str, url: str, request: Request, body: bytes = b""
+) -> tuple[int, bytes, str]:
+    """Pass a client's request on under the client's own key."""
+    names = ("authorization", "content-type")
+    headers = {name: request.headers[name] for name in names if name in request.headers}
+    try:
+        async with router.session.request(
+            method,
+            url,
+            params=request.url.query,
+            headers=headers,
+            data=body or None,
+            timeout=aiohttp.ClientTimeout(total=_PASS_TIMEOUT_S),
+        ) as answer:
+            return answer.status, await answer.read(), answer.headers.get("content-type", _JSON)
+    except (TimeoutError, aiohttp.ClientError, OSError) as exc:
+        raise ApiError(502, "front_unreachable", f"{url}: {exc or type(exc).__name__}") from exc
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type=_JSON)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise ApiError(400, "invalid_json", f"the body is not valid JSON: {exc}") from exc
+    if not isinstance(content, dict):
+        raise ApiError(400, "invalid_json", "the body must be a JSON object")
+    return content
+
+
+def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
+    return {
+        "id": worker.id,
+        "pool": worker.pool,
+        "degree": worker.degree,
+        "ranks": [rank.index for rank in worker.ranks],
+        "epoch": worker.epoch,
+        "state": worker.state.value,
+        "reason": worker.reason,
+        "queue_s": worker.queue_s,
+        "requests": len(worker.requests),
+        "cached_blocks": worker.cached_blocks,
+        "rank_blocks": list(worker.rank_blocks),
+    }
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    """Every candidate with its terms, best first: total = queue + β·service + λ·extra."""
+    return {
+        "policy": decision.policy,
+        "choice": decision.chosen.worker if decision.candidates else None,
+        "candidates": [
+            {
+                "worker": terms.worker,
+                "degree": terms.degree,
+                "cached_tokens": terms.cached_tokens,
+                "queue_s": terms.queue_s,
+                "service_s": terms.service_s,
+                "extra_gpu_s": terms.extra_gpu_s,
+                "beta": terms.beta,
+                "lambda": terms.lam,
+                "lambda_term_s": terms.lam * terms.extra_gpu_s,
+                "total_s": terms.total,
+            }
+            for terms in decision.candidates
+        ],
+        "excluded": [{"worker": worker, "reason": reason} for worker, reason in decision.excluded],
+    }
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {name.decode(): value.decode() for name, value in error.headers}
+    return Response(error.body(), error.status, headers=headers, media_type=_JSON)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    detail = f"{request.method} {request.url.path}: {error.detail}"
+    code = str(error.detail).lower().replace(" ", "_")
+    return await _on_api_error(request, ApiError(error.status_code, code, detail))

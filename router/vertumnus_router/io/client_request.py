@@ -1,0 +1,148 @@
+"""What a client asks for: the endpoint, and the fields of its body that the router reads.
+
+The body itself travels on as the bytes that came.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import orjson
+
+from vertumnus_router.io.api_errors import ApiError
+
+
+class Endpoint(Enum):
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    GENERATE = "/generate"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """``engine_items`` is the number of engine requests ``RID_0 … RID_n-1`` that SGLang makes
+    of it, None when it is a single one under the request id itself. ``samples`` is ``n``."""
+
+    endpoint: Endpoint
+    fields: dict[str, Any]
+    body_bytes: int
+    engine_items: int | None
+    samples: int
+    priority: int
+
+    @property
+    def model(self) -> str | None:
+        model = self.fields.get("model")
+        return model if isinstance(model, str) and self.endpoint is not Endpoint.GENERATE else None
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The most tokens that the client allows for one answer, None if it does not say."""
+        match self.endpoint:
+            case Endpoint.CHAT:
+                return _positive(self.fields.get("max_completion_tokens")) or _positive(
+                    self.fields.get("max_tokens")
+                )
+            case Endpoint.COMPLETIONS:
+                return _positive(self.fields.get("max_tokens"))
+            case Endpoint.GENERATE:
+                return _positive(_sampling(self.fields).get("max_new_tokens"))
+
+    @property
+    def default_output_tokens(self) -> int | None:
+        """What SGLang generates when the client does not say, None for as much as fits."""
+        match self.endpoint:
+            case Endpoint.CHAT:
+                return None
+            case Endpoint.COMPLETIONS:
+                return 16
+            case Endpoint.GENERATE:
+                return 128
+
+
+def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
+    """Read the body; ``ApiError`` 400 when it is not a JSON object or names no prompt."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise ApiError(400, "invalid_json", f"the body is not valid JSON: {exc}") from exc
+    if not isinstance(fields, dict):
+        raise ApiError(400, "invalid_json", "the body must be a JSON object")
+    _require_prompt(endpoint, fields)
+    samples = _samples(endpoint, fields)
+    prompts = prompt_count(endpoint, fields)
+    return ClientRequest(
+        endpoint=endpoint,
+        fields=fields,
+        body_bytes=len(body),
+        engine_items=prompts,
+        samples=samples,
+        priority=_integer(fields.get("priority")),
+    )
+
+
+def endpoint_of(fields: dict[str, Any]) -> Endpoint:
+    """Which endpoint a body is shaped for; ``ApiError`` 400 when it fits none."""
+    if "messages" in fields:
+        return Endpoint.CHAT
+    if "prompt" in fields:
+        return Endpoint.COMPLETIONS
+    if "text" in fields or "input_ids" in fields:
+        return Endpoint.GENERATE
+    raise ApiError(400, "missing_prompt", "give a body with messages, prompt, text or input_ids")
+
+
+def prompt_count(endpoint: Endpoint, fields: dict[str, Any]) -> int | None:
+    """The number of prompts of a batch; None when the body holds one prompt, not a list."""
+    match endpoint:
+        case Endpoint.CHAT:
+            return None
+        case Endpoint.COMPLETIONS:
+            prompt = fields.get("prompt")
+        case Endpoint.GENERATE:
+            prompt = fields.get("text")
+            if prompt is None:
+                prompt = fields.get("input_ids")
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return None
+    return len(prompt)
+
+
+def _require_prompt(endpoint: Endpoint, fields: dict[str, Any]) -> None:
+    match endpoint:
+        case Endpoint.CHAT:
+            messages = fields.get("messages")
+            if not isinstance(messages, list) or not messages:
+                raise ApiError(
+                    400, "missing_messages", "messages must be a non-empty list", param="messages"
+                )
+        case Endpoint.COMPLETIONS:
+            prompt = fields.get("prompt")
+            if not isinstance(prompt, str | list) or not prompt:
+                raise ApiError(
+                    400, "missing_prompt", "prompt must be text or a list", param="prompt"
+                )
+        case Endpoint.GENERATE:
+            if all(fields.get(name) is None for name in ("text", "input_ids", "input_embeds")):
+                raise ApiError(400, "missing_prompt", "give text or input_ids", param="text")
+
+
+def _samples(endpoint: Endpoint, fields: dict[str, Any]) -> int:
+    source = _sampling(fields) if endpoint is Endpoint.GENERATE else fields
+    return _positive(source.get("n")) or 1
+
+
+def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    sampling = fields.get("sampling_params")
+    if isinstance(sampling, list) and sampling:
+        sampling = sampling[0]
+    return sampling if isinstance(sampling, dict) else {}
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _positive(value: Any) -> int | None:
+    number = _integer(value)
+    return number if number > 0 else None

@@ -1,0 +1,80 @@
+"""The router's configuration: one frozen object, checked where it is made, printed at start."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from vertumnus_router.core.config import ConfigError, PolicyConfig
+from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
+
+_SECRET = frozenset(("control_key",))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes in bytes and tokens, times in seconds.
+
+    ``tokenize_s``: after that a prompt is estimated. ``warm_s``: how long readiness waits for
+    the prefix index of pools that have joined. ``stop_s``: how long streams may go on after
+    SIGTERM. ``probe_s``: how often a pool's front is asked whether it lives.
+    """
+
+    body_bytes: int = 64 * 1024 * 1024
+    tokenize_threads: int = 2
+    tokenize_s: float = 2.0
+    connect_s: float = 5.0
+    warm_s: float = 30.0
+    stop_s: float = 30.0
+    probe_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if not getattr(self, one.name) > 0:
+                raise ConfigError(f"limits.{one.name} {getattr(self, one.name)}: must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """``profile`` is the name of a shipped profile or the path of a file. ``control_key`` is
+    sent to the fronts as a bearer token with commands (aborts). ``tokenizer_path`` replaces the
+    path that the pools name. ``ready_file`` is written once the router listens."""
+
+    pool_urls: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 30080
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    profile: str = DEFAULT_PROFILE
+    control_key: str | None = None
+    tokenizer_path: str | None = None
+    ready_file: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not self.pool_urls:
+            raise ConfigError("pool_urls: name at least one pool, such as http://127.0.0.1:30000")
+        for url in self.pool_urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(f"pool_urls: {url!r} is not an http:// or https:// URL")
+        if len({url.rstrip("/") for url in self.pool_urls}) != len(self.pool_urls):
+            raise ConfigError("pool_urls: a pool is named twice")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port {self.port}: must be 0 (any free one) to 65535")
+
+    def describe(self) -> str:
+        """One setting a line, nested ones dotted, secrets masked."""
+        return "\n".join(_lines(self, ""))
+
+
+def _lines(value: Any, prefix: str) -> list[str]:
+    lines: list[str] = []
+    for one in fields(value):
+        inner, name = getattr(value, one.name), prefix + one.name
+        if hasattr(inner, "__dataclass_fields__"):
+            lines += _lines(inner, f"{name}.")
+        elif one.name in _SECRET and inner is not None:
+            lines.append(f"{name} = (set)")
+        else:
+            lines.append(f"{name} = {inner}")
+    return lines

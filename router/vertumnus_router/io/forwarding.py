@@ -1,0 +1,88 @@
+"""Which headers travel between client and front, and how a request names its rank and itself.
+
+SGLang 0.5.23 takes ``x-override-routed-dp-rank`` and ``x-override-rid`` on ``/generate`` and
+``/v1/chat/completions`` (``entrypoints/request_headers.py``), if the front has
+``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` set; ``/v1/completions`` takes the rank from
+``x-data-parallel-rank``, as chat does too. So both are sent.
+"""
+
+from collections.abc import Iterable
+
+Headers = list[tuple[bytes, bytes]]
+
+#: The engine's request id is this much of the router's, then the attempt in hex: ids keep one
+#: width, because the engine aborts by prefix, and no attempt can be taken for another.
+_ID_CHARS = 30
+
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+_NOT_TO_FRONT = _HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-data-parallel-rank",
+    b"x-request-id",
+}
+_NOT_TO_CLIENT = _HOP_BY_HOP | {b"server", b"date", b"x-request-id"}
+_OURS = (b"x-override-", b"x-vertumnus-")
+
+
+def engine_rid(request_id: str, attempt: int) -> str:
+    """The id of one attempt at the engine: 32 characters, like the request's own."""
+    return f"{request_id[:_ID_CHARS]}{attempt & 0xFF:02x}"
+
+
+def request_key(rid: str) -> str:
+    """What the ids of a request and of all its attempts have in common. SGLang makes
+    ``RID_0``, ``RID_1``, … of the prompts of a batch."""
+    return rid[:_ID_CHARS]
+
+
+def attempt_of(rid: str) -> int | None:
+    """The attempt that an engine id names, None for an id that is none of ours."""
+    digits = rid[_ID_CHARS : _ID_CHARS + 2]
+    try:
+        return int(digits, 16) if len(digits) == 2 else None
+    except ValueError:
+        return None
+
+
+def engine_rids(rid: str, items: int | None) -> list[str]:
+    """Every id that the engine knows an attempt by (``GenerateReqInput._normalize_rid``)."""
+    return [rid] if items is None else [f"{rid}_{item}" for item in range(items)]
+
+
+def to_front(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """What of a client's headers goes on; nobody but the router says where a request runs."""
+    return [
+        (name, value)
+        for name, value in headers
+        if name not in _NOT_TO_FRONT and not name.startswith(_OURS)
+    ]
+
+
+def routing(leader: int, rid: str, request_id: bytes) -> Headers:
+    """The headers that send an attempt to the leader's rank under its id."""
+    rank = str(leader).encode()
+    return [
+        (b"x-override-routed-dp-rank", rank),
+        (b"x-data-parallel-rank", rank),
+        (b"x-override-rid", rid.encode()),
+        (b"x-request-id", request_id),
+    ]
+
+
+def to_client(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """What of a front's headers goes on to the client."""
+    return [(name, value) for name, value in headers if name not in _NOT_TO_CLIENT]

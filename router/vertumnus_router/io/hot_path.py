@@ -1,0 +1,134 @@
+"""The inference endpoints as plain ASGI: read, check, tokenise, hand over to an exchange."""
+
+import uuid
+from collections.abc import Iterable
+
+from vertumnus_router.clock import Clock
+from vertumnus_router.core.types import Request, RequestId
+from vertumnus_router.io.api_errors import ApiError
+from vertumnus_router.io.asgi import (
+    ClientGone,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    header,
+    read_body,
+    respond_error,
+)
+from vertumnus_router.io.client_request import ClientRequest, Endpoint, parse
+from vertumnus_router.io.control_loop import ControlLoop
+from vertumnus_router.io.exchange import Exchange, Fronts
+from vertumnus_router.io.forwarding import request_key, to_front
+from vertumnus_router.io.metrics import RouterMetrics
+from vertumnus_router.io.served_model import ServedModel
+from vertumnus_router.io.tokenize import TokenizeService
+
+_METHODS = {
+    Endpoint.CHAT: ("POST",),
+    Endpoint.COMPLETIONS: ("POST",),
+    Endpoint.GENERATE: ("POST", "PUT"),
+}
+_CLIENT_ID_BYTES = 128
+
+
+class HotPath:
+    """Serves ``/v1/chat/completions``, ``/v1/completions`` and ``/generate``."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlLoop,
+        fronts: Fronts,
+        tokenizer: TokenizeService,
+        model: ServedModel,
+        metrics: RouterMetrics,
+        clock: Clock,
+        body_bytes: int,
+    ) -> None:
+        self._control = control
+        self._fronts = fronts
+        self._tokenizer = tokenizer
+        self._model = model
+        self._metrics = metrics
+        self._clock = clock
+        self._body_bytes = body_bytes
+        self._live: dict[str, Exchange] = {}
+        self.stopping = False
+
+    def find(self, rid: str) -> Exchange | None:
+        """The live exchange that an engine's request id belongs to."""
+        return self._live.get(request_key(rid))
+
+    @property
+    def live(self) -> Iterable[Exchange]:
+        return self._live.values()
+
+    async def serve(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s = self._clock.now()
+        request_id = uuid.uuid4().hex
+        client_id = _client_id(scope, request_id)
+        try:
+            if scope["method"] not in _METHODS[endpoint]:
+                raise ApiError(405, "method_not_allowed", f"{endpoint.value} takes POST")
+            if self.stopping:
+                raise ApiError(503, "stopping", "this router is stopping; try another one")
+            body = await read_body(scope, receive, self._body_bytes)
+            asked = parse(endpoint, body)
+            self._model.check(asked.model)
+            request = await self.describe(asked, RequestId(request_id))
+        except ClientGone:
+            return
+        except ApiError as error:
+            self._metrics.ended(None, error.code)
+            await respond_error(send, error, [(b"x-request-id", client_id)])
+            return
+        exchange = Exchange(
+            request=request,
+            endpoint=endpoint,
+            engine_items=asked.engine_items,
+            arrived_s=arrived_s,
+            target=_target(endpoint, scope),
+            body=body,
+            headers=to_front(scope["headers"]),
+            client_id=client_id,
+            control=self._control,
+            fronts=self._fronts,
+            metrics=self._metrics,
+            clock=self._clock,
+        )
+        del body, asked  # the exchange drops the body once it cannot be needed again
+        key = request_key(request_id)
+        self._live[key] = exchange
+        try:
+            await exchange.run(scope, receive, send)
+        finally:
+            del self._live[key]
+
+    async def describe(self, asked: ClientRequest, request_id: RequestId) -> Request:
+        """The request as the control plane sees it."""
+        began_s = self._clock.now()
+        prompt = await self._tokenizer.prompt(asked)
+        self._metrics.prompt(prompt.exact, prompt.reason, self._clock.now() - began_s)
+        return Request(
+            id=request_id,
+            input_tokens=prompt.input_tokens,
+            output_tokens=self._model.output_tokens(asked, prompt.input_tokens),
+            blocks=prompt.blocks,
+            exact=prompt.exact,
+            priority=asked.priority,
+        )
+
+
+def _client_id(scope: Scope, request_id: str) -> bytes:
+    given = header(scope, b"x-request-id")
+    return given if given and len(given) <= _CLIENT_ID_BYTES else request_id.encode()
+
+
+def _target(endpoint: Endpoint, scope: Scope) -> bytes:
+    query: bytes = scope.get("query_string", b"")
+    path = endpoint.value.encode()
+    return path + b"?" + query if query else path
+
+
+__all__ = ["Headers", "HotPath"]

@@ -1,0 +1,37 @@
+"""What is read at scrape time instead of being counted: the queue, the workers, the streams."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vertumnus_router.io.metrics import Sample
+
+if TYPE_CHECKING:
+    from vertumnus_router.io.router import Router
+
+
+def live_samples(router: "Router") -> Iterator[Sample]:
+    """Gauges, and counters whose names end in ``_total``."""
+    core = router.core
+    yield "vertumnus_queue_length", (), core.queued_count
+    yield "vertumnus_requests_pending", (), core.pending_count
+    yield "vertumnus_index_nodes", (), core.index_nodes
+    yield "vertumnus_ready", (), float(not router.not_ready())
+    workers = core.workers(router.clock.now())
+    by_degree = Counter((str(w.degree), w.state.value) for w in workers)
+    for (degree, state), count in sorted(by_degree.items()):
+        yield "vertumnus_workers", (("degree", degree), ("state", state)), count
+    for worker in workers:
+        labels = (("worker", str(worker.id)), ("degree", str(worker.degree)))
+        yield "vertumnus_worker_queue_seconds", labels, worker.queue_s
+        yield "vertumnus_worker_cached_blocks", labels, worker.cached_blocks
+    for fitted, correction in sorted(core.corrections().items()):
+        yield "vertumnus_model_correction", (("degree", str(fitted)),), correction.factor
+    for pool in router.pools:
+        where = (("pool", pool.url),)
+        yield "vertumnus_pool_up", where, float(pool.description is not None)
+        yield "vertumnus_pool_joins_total", where, pool.joins
+        counters = pool.counters
+        yield "vertumnus_event_gaps_total", where, counters.gaps
+        yield "vertumnus_index_resets_total", where, counters.resets
+        yield "vertumnus_events_skipped_total", where, counters.skipped_events

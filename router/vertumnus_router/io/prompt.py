@@ -1,0 +1,218 @@
+"""From the body of a request to the token ids that SGLang will prefill."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vertumnus_router.core.types import BlockHash
+from vertumnus_router.io.chat_messages import (
+    Json,
+    NotReproducible,
+    functions_only,
+    prepare_messages,
+    prepare_tools,
+    split_last_assistant,
+)
+from vertumnus_router.io.chat_template import ChatTemplate, TemplateError
+from vertumnus_router.io.client_request import ClientRequest, Endpoint
+from vertumnus_router.io.hashing import block_hashes, salt_seed
+from vertumnus_router.io.tokenizer_files import ModelTokenizer
+
+#: Rough size of a token, for prompts that are not tokenised.
+_BYTES_PER_TOKEN = 4
+#: Arguments of ``apply_chat_template`` that are not variables of the template.
+_NOT_VARIABLES = frozenset(
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    )
+)
+_MEDIA_FIELDS = ("image_data", "video_data", "audio_data")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``blocks`` may be empty for an exact prompt too: then nothing cached can be used, or
+    the namespace of its blocks is not known here. ``reason`` says why blocks are missing or
+    the count is an estimate; it is a bounded label."""
+
+    input_tokens: int
+    blocks: tuple[BlockHash, ...]
+    exact: bool
+    reason: str | None = None
+
+
+def estimate(request: ClientRequest, reason: str) -> Prompt:
+    """A guess from the size of the body, for prompts that cannot be tokenised (in time)."""
+    ids = request.fields.get("input_ids")
+    tokens = len(ids) if isinstance(ids, list) else request.body_bytes // _BYTES_PER_TOKEN
+    return Prompt(max(tokens, 1), (), exact=False, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRules:
+    """What else of the served model matters for a prompt."""
+
+    served_name: str
+    block_tokens: int
+    context_tokens: int
+
+
+def tokenise(request: ClientRequest, model: ModelTokenizer, rules: PromptRules) -> Prompt:
+    """Count and hash the prompt. Pure and slow (about 1 MB of text a second): run it off the
+    event loop. Falls back to ``estimate`` for whatever it cannot reproduce exactly."""
+    try:
+        if request.engine_items is not None:
+            raise NotReproducible("batch")
+        text = _text(request, model)
+        if isinstance(text, _Text):
+            limit = model.most_chars_per_token
+            if limit is not None and len(text.content) > rules.context_tokens * limit:
+                # Too long however it is split; counting exactly would take seconds.
+                return Prompt(len(text.content) // limit, (), exact=True, reason="over_long")
+            ids: list[int] = model.tokenizer.encode(
+                text.content, add_special_tokens=text.special
+            ).ids
+            if text.continued:
+                ids += _continuation(text.continued, model)
+        else:
+            ids = text
+        seed, reason = _namespace(request, rules.served_name)
+        if seed is None:
+            return Prompt(len(ids), (), exact=True, reason=reason)
+        return Prompt(len(ids), block_hashes(ids, rules.block_tokens, seed), exact=True)
+    except NotReproducible as exc:
+        return estimate(request, exc.reason)
+    except (OverflowError, TypeError):
+        return estimate(request, "invalid")
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    content: str
+    special: bool
+    continued: str = ""
+
+
+def _text(request: ClientRequest, model: ModelTokenizer) -> _Text | list[int]:
+    fields = request.fields
+    match request.endpoint:
+        case Endpoint.CHAT:
+            ids = fields.get("input_ids")
+            if ids is not None:
+                return _ids(ids)
+            if model.chat is None:
+                raise NotReproducible("no_chat_template")
+            content, continued = _render_chat(fields, model.chat)
+            return _Text(content, model.chat_adds_special, continued)
+        case Endpoint.COMPLETIONS:
+            prompt = fields.get("prompt")
+            return _Text(prompt, special=True) if isinstance(prompt, str) else _ids(prompt)
+        case Endpoint.GENERATE:
+            if any(fields.get(name) for name in _MEDIA_FIELDS):
+                raise NotReproducible("multimodal")
+            if fields.get("input_embeds") is not None or fields.get("session_params"):
+                raise NotReproducible("unsupported_field")
+            if fields.get("input_ids") is not None:
+                return _ids(fields["input_ids"])
+            text = fields.get("text")
+            if not isinstance(text, str):
+                raise NotReproducible("invalid")
+            return _Text(text, special=True)
+
+
+def _ids(ids: Any) -> list[int]:
+    if not isinstance(ids, list) or not ids:
+        raise NotReproducible("invalid")
+    return ids
+
+
+def _render_chat(fields: Mapping[str, Any], template: ChatTemplate) -> tuple[str, str]:
+    """The rendered chat, and the assistant's text to continue."""
+    messages = prepare_messages(fields.get("messages"), template.content_format)
+    messages, continued = split_last_assistant(
+        messages, fields.get("continue_final_message") is True
+    )
+    if not messages:
+        raise NotReproducible("template")
+    tools = prepare_tools(fields.get("tools"), fields.get("tool_choice"))
+    variables = _variables(fields, template)
+    try:
+        return template.render(messages, tools, variables), continued
+    except TemplateError:
+        if not tools:
+            raise NotReproducible("template") from None
+    try:
+        return template.render(messages, functions_only(tools), variables), continued
+    except TemplateError:
+        raise NotReproducible("template") from None
+
+
+def _variables(fields: Mapping[str, Any], template: ChatTemplate) -> Json:
+    """What ``normalize_reasoning_inputs`` and ``_apply_jinja_template`` pass to the template."""
+    given = fields.get("chat_template_kwargs")
+    if fields.get("reasoning") is not None or not isinstance(given, dict | None):
+        raise NotReproducible("unsupported_field")
+    variables: Json = dict(given or {})
+    if not _NOT_VARIABLES.isdisjoint(variables):
+        raise NotReproducible("unsupported_field")
+    effort = fields.get("reasoning_effort")
+    if effort is not None:
+        variables.setdefault("thinking", effort != "none")
+        variables.setdefault("enable_thinking", effort != "none")
+    effort = variables.get("reasoning_effort", effort)
+    if effort is None:
+        variables.pop("reasoning_effort", None)
+        return variables
+    # Some templates have efforts of their own that SGLang maps by the model's family.
+    if not isinstance(effort, str) or "low_effort" in template.source:
+        raise NotReproducible("unsupported_field")
+    return {**variables, "reasoning_effort": effort}
+
+
+def _continuation(text: str, model: ModelTokenizer) -> list[int]:
+    """``_append_assistant_prefix_to_prompt_ids``: encoded on its own, without a leading BOS."""
+    ids: list[int] = model.tokenizer.encode(text).ids
+    return ids[1:] if ids and ids[0] == model.bos_id else ids
+
+
+def _namespace(request: ClientRequest, served_name: str) -> tuple[bytes | None, str | None]:
+    """The seed of the block hashes; None, with the reason, when no block can be used."""
+    fields = request.fields
+    if fields.get("extra_key") or fields.get("lora_path"):
+        return None, "namespace"
+    if request.model is not None and ":" in request.model and request.model != served_name:
+        return None, "namespace"  # model:adapter
+    if _wants_prompt_logprobs(request):
+        return None, "prompt_logprobs"  # SGLang then computes the prompt again
+    salt = fields.get("cache_salt")
+    if not salt:
+        return b"", None
+    if not isinstance(salt, str):
+        return None, "namespace"
+    return salt_seed(salt), None
+
+
+def _wants_prompt_logprobs(request: ClientRequest) -> bool:
+    fields = request.fields
+    match request.endpoint:
+        case Endpoint.GENERATE:
+            start = fields.get("logprob_start_len")
+            return bool(fields.get("return_logprob")) and start is not None and start != -1
+        case Endpoint.COMPLETIONS:
+            return bool(fields.get("echo")) and bool(fields.get("logprobs"))
+        case Endpoint.CHAT:
+            return False

@@ -1,0 +1,234 @@
+"""The router: control plane, pools, tokenizer and endpoints, wired together once."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+import aiohttp
+import orjson
+import zmq
+
+from vertumnus_router.clock import Clock
+from vertumnus_router.core.control import ControlPlane
+from vertumnus_router.core.types import PoolId
+from vertumnus_router.io.asgi import Receive, Scope, Send
+from vertumnus_router.io.client_request import Endpoint
+from vertumnus_router.io.config import RouterConfig
+from vertumnus_router.io.control_loop import ControlLoop
+from vertumnus_router.io.forwarding import attempt_of
+from vertumnus_router.io.hot_path import HotPath
+from vertumnus_router.io.live_metrics import live_samples
+from vertumnus_router.io.metrics import RouterMetrics
+from vertumnus_router.io.pool import PoolLink
+from vertumnus_router.io.reports import PrefillReport
+from vertumnus_router.io.served_model import ServedModel
+from vertumnus_router.io.sockets import Context
+from vertumnus_router.io.tokenize import TokenizeService
+from vertumnus_router.io.upstream import Front
+from vertumnus_router.profiles import load_profile
+from vertumnus_router.protocol import PoolDescription, PrefillStarted
+
+log = logging.getLogger(__name__)
+
+_ABORT_TIMEOUT_S = 2.0
+#: The engine ignores an abort that overtakes its request, so it is told a second time.
+_ABORT_AGAIN_S = 0.5
+_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
+
+
+class Router:
+    """Build it anywhere; ``start`` and ``close`` on the event loop that serves it.
+
+    Raises ``ProfileError`` when the profile of ``config`` cannot be used.
+    """
+
+    def __init__(self, config: RouterConfig, clock: Clock) -> None:
+        self.config = config
+        self.clock = clock
+        self.core = ControlPlane(config.policy, load_profile(config.profile))
+        self.control = ControlLoop(self.core, clock)
+        self.metrics = RouterMetrics()
+        self.model = ServedModel()
+        self.pools: list[PoolLink] = []
+        limits = config.limits
+        self.tokenizer = TokenizeService(
+            threads=limits.tokenize_threads, deadline_s=limits.tokenize_s
+        )
+        self.hot = HotPath(
+            control=self.control,
+            fronts=self,
+            tokenizer=self.tokenizer,
+            model=self.model,
+            metrics=self.metrics,
+            clock=clock,
+            body_bytes=limits.body_bytes,
+        )
+        self._fronts: dict[PoolId, tuple[Front, PoolLink]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._context: Context | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._first_join_s: float | None = None
+        self.metrics.watch(lambda: live_samples(self))
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """For commands to fronts; only between ``start`` and ``close``."""
+        if self._session is None:
+            raise RuntimeError("the router has not been started")
+        return self._session
+
+    async def start(self) -> None:
+        """Begin to look for the pools and to tick."""
+        self._context = zmq.Context()
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self.pools = [
+            PoolLink(
+                url=url,
+                control=self.control,
+                model=self.model,
+                session=self._session,
+                context=self._context,
+                clock=self.clock,
+                probe_s=self.config.limits.probe_s,
+                on_joined=self._on_joined,
+                on_left=self._on_left,
+                on_prefill=self._on_prefill,
+            )
+            for url in self.config.pool_urls
+        ]
+        self.spawn(self.control.tick())
+        for pool in self.pools:
+            self.spawn(pool.run())
+
+    async def close(self) -> None:
+        """Stop everything; requests still running are cut off."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for front, _ in self._fronts.values():
+            front.close()
+        self._fronts.clear()
+        self.tokenizer.close()
+        if self._session is not None:
+            await self._session.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    async def serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Serve an inference request; False if ``path`` is none of these endpoints."""
+        endpoint = _ENDPOINTS.get(path)
+        if endpoint is None:
+            return False
+        await self.hot.serve(endpoint, scope, receive, send)
+        return True
+
+    def not_ready(self) -> list[str]:
+        """Why requests should not come here yet; empty when they should.
+
+        Needs a worker that serves, and what the ranks have cached, or the patience for it to
+        run out: a router that knows nothing of the caches scatters what belongs together.
+        """
+        if self.hot.stopping:
+            return ["the router is stopping"]
+        reasons = [f"pool at {pool.url}: {pool.trouble}" for pool in self.pools if pool.trouble]
+        if any(pool.description for pool in self.pools):
+            reasons = []
+        if not self.core.is_ready():
+            return [*reasons, "no worker serves"]
+        if self._waited_s() < self.config.limits.warm_s:
+            if not self.tokenizer.settled:
+                reasons.append("the tokenizer is loading")
+            for pool in self.pools:
+                if pool.description is not None and (cold := pool.cold_ranks()):
+                    reasons.append(f"the cache of {pool.description.pool_id} {cold} is not known")
+        return reasons
+
+    def _waited_s(self) -> float:
+        return 0.0 if self._first_join_s is None else self.clock.now() - self._first_join_s
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run ``work`` in the background until it ends or the router closes."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            log.error("a background task failed", exc_info=failure)
+
+    # -- pools -----------------------------------------------------------------------------------
+
+    def _on_joined(self, link: PoolLink, pool: PoolDescription) -> None:
+        if self._first_join_s is None:
+            self._first_join_s = self.clock.now()
+        front = Front(link.url, asyncio.get_running_loop(), connect_s=self.config.limits.connect_s)
+        self._fronts[PoolId(pool.pool_id)] = front, link
+        self.spawn(self.tokenizer.load(pool, self.config.tokenizer_path))
+
+    def _on_left(self, link: PoolLink, pool: PoolDescription) -> None:
+        gone = self._fronts.pop(PoolId(pool.pool_id), None)
+        if gone is not None:
+            gone[0].close()
+
+    def _on_prefill(self, pool: PoolId, report: PrefillReport) -> None:
+        if isinstance(report, PrefillStarted):
+            for rid in report.rids:
+                exchange = self._attempt(pool, report.rank, rid)
+                if exchange is not None:
+                    exchange.prefill_started()
+            return
+        for done in report.done:
+            exchange = self._attempt(pool, report.rank, done.rid)
+            if exchange is not None:
+                exchange.prefill_done(done)
+
+    def _attempt(self, pool: PoolId, rank: int, rid: str) -> Any:
+        """The exchange whose current attempt is ``rid`` at that rank, or None."""
+        exchange = self.hot.find(rid)
+        if exchange is None or exchange.dispatch is None:
+            return None
+        leader, attempt = exchange.dispatch.leader, exchange.dispatch.attempt
+        here = leader.pool == pool and leader.index == rank and attempt_of(rid) == attempt
+        return exchange if here else None
+
+    # -- exchange.Fronts -------------------------------------------------------------------------
+
+    def front(self, pool: PoolId) -> Front | None:
+        found = self._fronts.get(pool)
+        return None if found is None else found[0]
+
+    def suspect(self, pool: PoolId) -> None:
+        found = self._fronts.get(pool)
+        if found is not None:
+            found[1].suspect()
+
+    def abort(self, pool: PoolId, rids: list[str]) -> None:
+        found = self._fronts.get(pool)
+        if found is not None:
+            self.spawn(self._abort(found[0].url, rids))
+
+    async def _abort(self, url: str, rids: list[str]) -> None:
+        await self._abort_once(url, rids)
+        await self.clock.sleep(_ABORT_AGAIN_S)
+        await self._abort_once(url, rids)
+
+    async def _abort_once(self, url: str, rids: Iterable[str]) -> None:
+        for rid in rids:
+            try:
+                async with self.session.post(
+                    f"{url}/abort_request",
+                    data=orjson.dumps({"rid": rid}),
+                    headers={"content-type": "application/json", **self.key_header()},
+                    timeout=aiohttp.ClientTimeout(total=_ABORT_TIMEOUT_S),
+                ) as answer:
+                    if answer.status != 200:
+                        log.warning("%s: abort answered %d", url, answer.status)
+            except (TimeoutError, aiohttp.ClientError, OSError) as exc:
+                log.info("%s: abort did not arrive: %s", url, exc)
+
+    def key_header(self) -> dict[str, str]:
+        key = self.config.control_key
+        return {} if key is None else {"authorization": f"Bearer {key}"}

@@ -1,0 +1,98 @@
+"""The one model that this router serves, as its pools describe it."""
+
+from typing import Any
+
+from vertumnus_router.io.api_errors import ApiError
+from vertumnus_router.io.client_request import ClientRequest
+from vertumnus_router.protocol import PoolDescription
+
+#: What SGLang takes a request without a model for.
+_ANY = (None, "", "default")
+
+
+class ServedModel:
+    """Set by the first pool that joins; pools with another model do not fit until all of this
+    one's have left."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, PoolDescription] = {}
+
+    @property
+    def description(self) -> PoolDescription | None:
+        """Of the pool that has been here longest."""
+        return next(iter(self._pools.values()), None)
+
+    def misfit(self, pool: PoolDescription) -> str | None:
+        """Why ``pool`` cannot join the pools that are here, or None."""
+        mine = self.description
+        if mine is None:
+            return None
+        if pool.pool_id in self._pools:
+            return f"a pool named {pool.pool_id} is here already; give each its --pool-id"
+        pairs = (
+            ("model", mine.model.served_name, pool.model.served_name),
+            ("block size", mine.kv_events.block_tokens, pool.kv_events.block_tokens),
+            ("tokenizer", mine.model.tokenizer_path, pool.model.tokenizer_path),
+        )
+        for what, ours, theirs in pairs:
+            if ours != theirs:
+                return (
+                    f"pool {pool.pool_id} has {what} {theirs!r}, the pools of this router have "
+                    f"{ours!r}: one router serves one model"
+                )
+        return None
+
+    def joined(self, pool: PoolDescription) -> None:
+        self._pools[pool.pool_id] = pool
+
+    def left(self, pool_id: str) -> None:
+        self._pools.pop(pool_id, None)
+
+    def check(self, asked: str | None) -> None:
+        """``ApiError`` 404 for a model that is not this one. LoRA adapters are asked for as
+        ``model:adapter``."""
+        if self.description is None or asked in _ANY:
+            return
+        model = self.description.model
+        assert asked is not None
+        for name in (model.served_name, model.model_path):
+            if asked == name or asked.startswith(f"{name}:"):
+                return
+        raise ApiError(
+            404,
+            "model_not_found",
+            f"The model `{asked}` does not exist; this router serves `{model.served_name}`",
+            param="model",
+        )
+
+    def output_tokens(self, asked: ClientRequest, input_tokens: int) -> int:
+        """The most tokens that the engine will generate for one answer.
+
+        SGLang shortens an answer to the memory of a rank, but refuses what exceeds the context.
+        """
+        wanted = asked.output_tokens
+        if self.description is None:
+            return wanted or 0
+        context_tokens = self.description.model.context_tokens
+        if wanted is not None and input_tokens + wanted > context_tokens:
+            return wanted
+        kv_tokens = max(pool.model.kv_capacity_tokens for pool in self._pools.values())
+        room = max(min(context_tokens, kv_tokens) - input_tokens, 0)
+        return min(wanted or asked.default_output_tokens or room, room)
+
+    def cards(self) -> list[dict[str, Any]]:
+        """The entries of ``/v1/models``."""
+        if self.description is None:
+            return []
+        model = self.description.model
+        return [
+            {
+                "id": model.served_name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "sglang",
+                "root": model.served_name,
+                "parent": None,
+                "max_model_len": model.context_tokens,
+            }
+        ]

@@ -1,0 +1,130 @@
+"""Run the router as a process: listen, announce, stop gracefully on a signal."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from vertumnus_router.clock import WallClock
+from vertumnus_router.io.admin import build_app
+from vertumnus_router.io.config import RouterConfig
+from vertumnus_router.io.router import Router
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling and its ten wake-ups a second."""
+
+    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._stop.wait()
+        self.should_exit = True
+
+
+def run_router(config: RouterConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then let the streams end for ``limits.stop_s``.
+
+    Raises ``OSError`` if the address cannot be bound, ``ProfileError`` for a bad profile.
+    """
+    router = Router(config, WallClock())
+    listener = _listen(config.host, config.port)
+    _raise_file_limit()
+    print(f"router configuration:\n{_indent(config.describe())}", flush=True)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(router, listener))
+
+
+async def _serve(router: Router, listener: socket.socket) -> None:
+    config = router.config
+    stop = asyncio.Event()
+    server = _Server(
+        uvicorn.Config(
+            build_app(router),
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            ws="none",
+            timeout_keep_alive=30,
+            # None would wait for ever; uvicorn takes whole seconds.
+            timeout_graceful_shutdown=max(1, round(config.limits.stop_s)),
+        ),
+        stop,
+    )
+
+    def on_signal() -> None:
+        if stop.is_set():
+            server.force_exit = True  # a second signal: do not wait for streams
+        log.info("stopping: no new requests, streams may end within %g s", config.limits.stop_s)
+        router.hot.stopping = True
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await router.start()
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    try:
+        _announce(config, listener)
+        await serving
+    finally:
+        await router.close()
+
+
+def _announce(config: RouterConfig, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{host}:{port}"
+    print(f"router listening on {url}", flush=True)
+    if config.ready_file is not None:
+        config.ready_file.write_text(json.dumps({"url": url, "port": port}) + "\n")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Connections made from now on wait for the server instead of being refused.
+        listener.listen(_BACKLOG)
+    except OSError as exc:
+        listener.close()
+        raise OSError(exc.errno, f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+    listener.setblocking(False)
+    return listener
+
+
+def _raise_file_limit() -> None:
+    """A stream takes two descriptors, and many systems start at 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        log.warning("only %d open files allowed: about %d streams at once", hard, hard // 2)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,69 @@
+"""Run the model's tokenizer off the event loop, under a deadline."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from vertumnus_router.io.client_request import ClientRequest
+from vertumnus_router.io.prompt import Prompt, PromptRules, estimate, tokenise
+from vertumnus_router.io.tokenizer_files import ModelTokenizer, TokenizerError, load
+from vertumnus_router.protocol import PoolDescription
+
+log = logging.getLogger(__name__)
+
+
+class TokenizeService:
+    """Turns requests into prompts on a few threads; a prompt that is late is estimated.
+
+    The tokenizers library releases the interpreter lock while it encodes.
+    """
+
+    def __init__(self, *, threads: int, deadline_s: float) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._deadline_s = deadline_s
+        self._source: tuple[str, str | None] | None = None
+        self._model: ModelTokenizer | None = None
+        self._rules: PromptRules | None = None
+        #: whether loading has come to an end, good or bad
+        self.settled = False
+
+    async def load(self, pool: PoolDescription, path: str | None) -> None:
+        """Load the tokenizer of the pool's model, from ``path`` if given. Without a usable one
+        every prompt is an estimate."""
+        self._rules = PromptRules(
+            served_name=pool.model.served_name,
+            block_tokens=pool.kv_events.block_tokens,
+            context_tokens=pool.model.context_tokens,
+        )
+        source = path or pool.model.tokenizer_path, pool.model.chat_template
+        if source == self._source:
+            return
+        self._source, self._model, self.settled = source, None, False
+        try:
+            model = await asyncio.get_running_loop().run_in_executor(self._pool, load, *source)
+        except TokenizerError as exc:
+            log.error("no tokenizer, so prompts are estimated and no prefix is recognised: %s", exc)
+            self._source = None
+        else:
+            if model.no_chat is not None:
+                log.warning("chat prompts are estimated: %s", model.no_chat)
+            self._model = model
+        self.settled = True
+
+    async def prompt(self, request: ClientRequest) -> Prompt:
+        """The prompt, exact if that was possible in time."""
+        model, rules = self._model, self._rules
+        if model is None or rules is None:
+            return estimate(request, "no_tokenizer")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await loop.run_in_executor(self._pool, tokenise, request, model, rules)
+        except TimeoutError:
+            return estimate(request, "deadline")
+        except Exception:  # a request must not fail for what only placement wants to know
+            log.exception("a prompt could not be tokenised")
+            return estimate(request, "error")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,155 @@
+"""``python -m sgl_vertumnus.launch_router``: the router alone, in front of running pools.
+
+Needs neither torch nor sglang.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vertumnus_router.core.config import POLICIES, ConfigError, PolicyConfig
+from vertumnus_router.core.profile import ProfileError
+from vertumnus_router.io.config import Limits, RouterConfig
+from vertumnus_router.profiles import DEFAULT, shipped
+
+_POLICY, _LIMITS = PolicyConfig(), Limits()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run until SIGTERM or SIGINT. Exits 2 on a usage error, 1 when it cannot serve."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        config = router_config(options)
+    except ConfigError as exc:
+        parser.error(str(exc))
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    from vertumnus_router.io.server import run_router
+
+    try:
+        run_router(config)
+    except (OSError, ProfileError) as exc:
+        sys.exit(f"launch_router: {exc}")
+
+
+def router_config(options: argparse.Namespace) -> RouterConfig:
+    """The configuration that the options name. Raises ``ConfigError``."""
+    return RouterConfig(
+        pool_urls=options.pool_urls,
+        host=options.host,
+        port=options.port,
+        policy=PolicyConfig(
+            policy=options.policy,
+            beta=options.beta,
+            lam=options.lam,
+            attempts=options.attempts,
+            queue_limit=options.queue_limit,
+            queue_timeout_s=options.queue_timeout_s,
+            seed=options.seed,
+            expected_manifest=options.expected_manifest,
+        ),
+        profile=options.profile,
+        control_key=options.control_key,
+        tokenizer_path=options.tokenizer_path,
+        ready_file=options.ready_file,
+        limits=Limits(
+            body_bytes=options.max_body_bytes,
+            tokenize_threads=options.tokenize_threads,
+            tokenize_s=options.tokenize_timeout_s,
+            warm_s=options.warm_timeout_s,
+            stop_s=options.stop_timeout_s,
+        ),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_vertumnus.launch_router",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--pool-urls",
+        type=_urls,
+        required=True,
+        metavar="URL[,URL...]",
+        help="the HTTP fronts of the pools, such as http://127.0.0.1:30000",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    add("--port", type=int, default=30080, help="0 takes a free one (default 30080)")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add("--ready-file", type=Path, help="write {url, port} here once the router listens")
+    add("--control-key", help="admin key of the fronts, for aborts")
+    add("--tokenizer-path", help="directory of the model's tokenizer, if not as the pools say")
+    policy = parser.add_argument_group("policy")
+    add = policy.add_argument
+    add("--policy", choices=POLICIES, default=_POLICY.policy, help=f"({_POLICY.policy})")
+    add("--beta", type=float, default=_POLICY.beta, help=f"weight β ({_POLICY.beta})")
+    add("--lam", type=float, default=_POLICY.lam, help=f"weight λ ({_POLICY.lam})")
+    add(
+        "--profile",
+        default=DEFAULT,
+        help=f"prefill-time profile: a JSON file or one of {', '.join(shipped())}",
+    )
+    add(
+        "--attempts",
+        type=int,
+        default=_POLICY.attempts,
+        help=f"workers a request may be sent to before its first byte ({_POLICY.attempts})",
+    )
+    add(
+        "--queue-limit",
+        type=int,
+        default=_POLICY.queue_limit,
+        help=f"requests that may wait at the router ({_POLICY.queue_limit})",
+    )
+    add(
+        "--queue-timeout-s",
+        type=float,
+        default=_POLICY.queue_timeout_s,
+        help=f"longest wait while no worker could serve ({_POLICY.queue_timeout_s:g})",
+    )
+    add("--seed", type=int, default=_POLICY.seed, help="decides between equal workers")
+    add("--expected-manifest", help="refuse ranks that run other patches than this digest")
+    limits = parser.add_argument_group("limits")
+    add = limits.add_argument
+    add("--max-body-bytes", type=int, default=_LIMITS.body_bytes, help=f"({_LIMITS.body_bytes})")
+    add(
+        "--tokenize-threads",
+        type=int,
+        default=_LIMITS.tokenize_threads,
+        help=f"({_LIMITS.tokenize_threads})",
+    )
+    add(
+        "--tokenize-timeout-s",
+        type=float,
+        default=_LIMITS.tokenize_s,
+        help=f"then a prompt's length is estimated ({_LIMITS.tokenize_s:g})",
+    )
+    add(
+        "--warm-timeout-s",
+        type=float,
+        default=_LIMITS.warm_s,
+        help=f"longest that readiness waits for the prefix index ({_LIMITS.warm_s:g})",
+    )
+    add(
+        "--stop-timeout-s",
+        type=float,
+        default=_LIMITS.stop_s,
+        help=f"how long streams may go on after SIGTERM ({_LIMITS.stop_s:g})",
+    )
+    return parser
+
+
+def _urls(text: str) -> tuple[str, ...]:
+    return tuple(url for part in text.split(",") if (url := part.strip()))
+
+
+if __name__ == "__main__":
+    main()
