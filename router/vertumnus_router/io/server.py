@@ -45,16 +45,34 @@ def run_router(config: RouterConfig) -> None:
     Raises ``OSError`` if the address cannot be bound, ``ProfileError`` for a bad profile.
     """
     router = Router(config, WallClock())
-    listener = _listen(config.host, config.port)
+    listener = listen(config.host, config.port)
     _raise_file_limit()
     print(f"router configuration:\n{_indent(config.describe())}", flush=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(router, listener))
+        runner.run(_serve_until_signalled(router, listener))
 
 
-async def _serve(router: Router, listener: socket.socket) -> None:
+async def _serve_until_signalled(router: Router, listener: socket.socket) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            hurry.set()  # a second signal: do not wait for streams
+        log.info("stopping: no new requests, streams may end")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await serve(router, listener, stop, hurry)
+
+
+async def serve(
+    router: Router, listener: socket.socket, stop: asyncio.Event, hurry: asyncio.Event
+) -> None:
+    """Serve on ``listener`` until ``stop``, then until the streams have ended, their time is
+    up, or ``hurry``. The router is closed on return."""
     config = router.config
-    stop = asyncio.Event()
     server = _Server(
         uvicorn.Config(
             build_app(router),
@@ -72,22 +90,20 @@ async def _serve(router: Router, listener: socket.socket) -> None:
         stop,
     )
 
-    def on_signal() -> None:
-        if stop.is_set():
-            server.force_exit = True  # a second signal: do not wait for streams
-        log.info("stopping: no new requests, streams may end within %g s", config.limits.stop_s)
+    async def watch() -> None:
+        await stop.wait()
         router.hot.stopping = True
-        stop.set()
+        await hurry.wait()
+        server.force_exit = True
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
     await router.start()
-    serving = loop.create_task(server.serve(sockets=[listener]))
+    watching = asyncio.create_task(watch())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         _announce(config, listener)
         await serving
     finally:
+        watching.cancel()
         await router.close()
 
 
@@ -100,7 +116,8 @@ def _announce(config: RouterConfig, listener: socket.socket) -> None:
         config.ready_file.write_text(json.dumps({"url": url, "port": port}) + "\n")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; ``OSError`` says which address could not be had."""
     family, kind, proto, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
