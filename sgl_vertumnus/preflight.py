@@ -57,18 +57,27 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_session_radix_cache", _OFF, _UNPROVEN),
     Refusal("enable_streaming_session", _OFF, _UNPROVEN),
     Refusal("disable_radix_cache", _OFF, "placement and reuse of prefixes need the radix cache"),
-    Refusal("speculative_algorithm", (None,), "speculative decoding: its draft state is not "
-            "mirrored inside a block of ranks"),
+    Refusal(
+        "speculative_algorithm",
+        (None,),
+        "speculative decoding: its draft state is not mirrored inside a block of ranks",
+    ),
     Refusal("enable_lora", _OFF, "adapters are loaded per rank and not mirrored"),
     Refusal("lora_paths", (None,), "adapters are loaded per rank and not mirrored"),
     Refusal("enable_mixed_chunk", _OFF, "a batch of decodes and prefills is not sharded"),
     Refusal("dllm_algorithm", (None,), "block diffusion does not use the CP prefill path"),
     Refusal("enable_two_batch_overlap", _OFF, "it splits a batch that CP has already split"),
     Refusal("enable_single_batch_overlap", _OFF, "it reorders a batch that CP has split"),
-    Refusal("enable_prefill_delayer", _OFF, "it decides by the clock of each rank; the ranks "
-            "of a block must decide alike"),
-    Refusal("min_free_slots_delay", (None,), "it decides by the state of each rank; the ranks "
-            "of a block must decide alike"),
+    Refusal(
+        "enable_prefill_delayer",
+        _OFF,
+        "it decides by the clock of each rank; the ranks of a block must decide alike",
+    ),
+    Refusal(
+        "min_free_slots_delay",
+        (None,),
+        "it decides by the state of each rank; the ranks of a block must decide alike",
+    ),
     Refusal("scheduler_recv_interval", (1,), "the ranks of a block exchange requests every step"),
     Refusal("tokenizer_worker_num", (1,), "the pool has one front process"),
     Refusal("skip_tokenizer_init", _OFF, "the front warms its workers with text"),
@@ -103,12 +112,19 @@ def check_flags(server_args: Any) -> None:
 
 
 _MODEL_CHECKS: tuple[tuple[Callable[[ModelFacts], bool], str], ...] = (
-    (lambda m: m.attention == "MLA", "MLA attention keeps a latent KV cache; CP of a pool covers "
-     "multi-head and grouped-query attention"),
-    (lambda m: m.attention == "SSM" or m.is_hybrid, "state-space and linear-attention layers "
-     "carry a state that zigzag CP cannot split"),
-    (lambda m: bool(m.sliding_window_tokens), "sliding-window attention is not covered by zigzag "
-     "CP of a pool"),
+    (
+        lambda m: m.attention == "MLA",
+        "MLA attention keeps a latent KV cache; CP of a pool covers "
+        "multi-head and grouped-query attention",
+    ),
+    (
+        lambda m: m.attention == "SSM" or m.is_hybrid,
+        "state-space and linear-attention layers carry a state that zigzag CP cannot split",
+    ),
+    (
+        lambda m: bool(m.sliding_window_tokens),
+        "sliding-window attention is not covered by zigzag CP of a pool",
+    ),
     (lambda m: m.has_attention_sinks, "attention sinks are not covered by zigzag CP of a pool"),
     (lambda m: m.is_multimodal, "image and audio inputs are not mirrored inside a block of ranks"),
     (lambda m: m.is_encoder_decoder, "cross attention is not covered by zigzag CP of a pool"),

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
+_FORGOTTEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -96,27 +97,47 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
     return True
 
 
-async def stop_family(root_pid: int, clock: Clock, grace_s: float) -> list[Process]:
+async def stop_family(
+    root_pid: int,
+    clock: Clock,
+    grace_s: float,
+    hurry: Callable[[], bool] = lambda: False,
+) -> list[Process]:
     """End a family: SIGTERM for the root, SIGKILL for whoever is left after ``grace_s``.
 
-    The root is asked first because it knows how to end its children in order. Returns those
-    that had to be killed. The caller reaps the root if it is its own child.
+    The root is asked first because it knows how to end its children in order; those that
+    outlive it were forgotten and get ``_FORGOTTEN_S``. ``hurry`` is asked again and again
+    whether to stop waiting. Returns those that had to be killed. The caller reaps the root if
+    it is its own child.
     """
     members = set(family(root_pid))
-    for process in members:
-        if process.pid == root_pid:
-            send_signal(process, signal.SIGTERM)
+    root = {process for process in members if process.pid == root_pid}
+    for process in root:
+        send_signal(process, signal.SIGTERM)
     give_up = clock.now() + grace_s
     # Followed as a growing set: once the root has died, its tree cannot be walked any more.
     while alive := {process for process in members if is_alive(process)}:
-        if clock.now() >= give_up:
+        if not root & alive:
+            give_up = min(give_up, clock.now() + _FORGOTTEN_S)
+        if clock.now() >= give_up or hurry():
             break
         members |= set(family(root_pid))
         await clock.sleep(_POLL_S)
-    killed = [process for process in sorted(alive) if send_signal(process, signal.SIGKILL)]
-    while any(is_alive(process) for process in killed):
+    killed: set[Process] = set()
+    while alive := {process for process in members if is_alive(process)}:
+        killed |= {process for process in alive if send_signal(process, signal.SIGKILL)}
         await clock.sleep(_POLL_S)
-    return killed
+        members |= set(family(root_pid))
+    return sorted(killed)
+
+
+async def kill_descendants(clock: Clock) -> None:
+    """SIGKILL everything below this process, adopted orphans included, and see it gone."""
+    own = os.getpid()
+    while alive := [process for process in family(own) if process.pid != own]:
+        for process in alive:
+            send_signal(process, signal.SIGKILL)
+        await clock.sleep(_POLL_S)
 
 
 def adopt_orphans() -> None:

@@ -124,9 +124,7 @@ def _register(patches: Sequence[Patch]) -> None:
     HookRegistry.apply_hooks()
 
 
-def _not_live(
-    patches: Sequence[Patch], originals: dict[str, Callable[..., Any]]
-) -> list[str]:
+def _not_live(patches: Sequence[Patch], originals: dict[str, Callable[..., Any]]) -> list[str]:
     problems = []
     for patch in patches:
         owner_path, _, name = patch.target.rpartition(".")

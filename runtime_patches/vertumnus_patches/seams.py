@@ -67,9 +67,7 @@ class Seams:
         self._controller: ControllerSeam | None = None
         self._front: FrontSeam | None = None
 
-    def bind(
-        self, *, rank: RankSeam, controller: ControllerSeam, front: FrontSeam
-    ) -> None:
+    def bind(self, *, rank: RankSeam, controller: ControllerSeam, front: FrontSeam) -> None:
         self._rank, self._controller, self._front = rank, controller, front
 
     @property

@@ -257,9 +257,16 @@ def _attend(
             result[:, block] = attended
             continue
         lead = 0 if before <= _LEAD_TOKENS else before
-        own = slice(lead, visible)
-        log_sum = _triangle(
-            folded[:, block], k[:, own], v[:, own], group, scale, result[:, block], workspace
+        log_sum = workspace.take("log_sum", (kv_heads, rows), torch.float32)[:, block]
+        _triangle(
+            folded[:, block],
+            k[:, lead:visible],
+            v[:, lead:visible],
+            group,
+            scale,
+            result[:, block],
+            log_sum if lead else None,
+            workspace,
         )
         if lead:
             attended, log_sum_before = _over_all(folded[:, block], k[:, :lead], v[:, :lead], scale)
@@ -277,12 +284,14 @@ def _triangle(
     group: int,
     scale: float,
     result: torch.Tensor,
+    log_sum: torch.Tensor | None,
     workspace: Workspace,
-) -> torch.Tensor:
-    """Causal attention of a block into result, fp32; returns the log-sum-exp, fp32 [Hkv, rows].
+) -> None:
+    """Causal attention of a block into result, fp32 [Hkv, n·G, width].
 
     folded [Hkv, n·G, width] are the queries of the last n of the keys k, v [Hkv, w, width]. Tile by
-    tile, the keys up to the tile's end are multiplied and its last square masked.
+    tile, the keys up to the tile's end are multiplied and its last square masked. log_sum, fp32
+    [Hkv, n·G], receives the log-sum-exp for those who merge.
     """
     folded = _as_float("queries32", folded, workspace)
     k = _as_float("keys32", k, workspace).transpose(1, 2)
@@ -292,7 +301,6 @@ def _triangle(
     ahead = v.shape[1] - tokens
     tile = min(_TILE_TOKENS, max(1, _TILE_ROWS // group))
     mask = workspace.triangle(tile, group)
-    log_sum = workspace.take("log_sum", (kv_heads, rows), torch.float32)
     for begin in range(0, tokens, tile):
         end = min(tokens, begin + tile)
         part = slice(begin * group, end * group)
@@ -300,13 +308,14 @@ def _triangle(
         scores = workspace.take("scores", (kv_heads, (end - begin) * group, visible), torch.float32)
         torch.baddbmm(scores, folded[:, part], k[:, :, :visible], beta=0, alpha=scale, out=scores)
         scores[..., ahead + begin :].add_(mask[: (end - begin) * group, : end - begin])
-        peak = scores.amax(-1)
+        if log_sum is not None:
+            log_sum[:, part] = scores.amax(-1)
         # In place: a second buffer of scores would push the first out of the cache.
         torch._softmax(scores, -1, False, out=scores)
-        # The peak's share is 1/Σ exp(score − peak): the sum without another pass of exponentials.
-        torch.sub(peak, scores.amax(-1).log_(), out=log_sum[:, part])
+        if log_sum is not None:
+            # The largest weight is 1/Σ exp(score − peak): the sum without exponentials.
+            log_sum[:, part].sub_(scores.amax(-1).log_())
         torch.bmm(scores, v[:, :visible], out=result[:, part])
-    return log_sum
 
 
 def _as_float(name: str, x: torch.Tensor, workspace: Workspace) -> torch.Tensor:

@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 ROUTER_STOP_S = 10.0
 
 
-def serve(
-    config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[str] | None
-) -> None:
+def serve(config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[str] | None) -> None:
     """Serve until interrupted; every child is gone on return.
 
     ``flags`` are the operator's SGLang flags; ``router_flags`` None starts no router.
@@ -88,9 +86,7 @@ def _describe(
     )
 
 
-def _start_router(
-    pool_url: str, flags: Sequence[str] | None
-) -> subprocess.Popen[bytes] | None:
+def _start_router(pool_url: str, flags: Sequence[str] | None) -> subprocess.Popen[bytes] | None:
     if flags is None:
         return None
     command = [sys.executable, "-m", "sgl_vertumnus.launch_router", "--pool-urls", pool_url]

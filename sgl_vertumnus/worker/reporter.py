@@ -22,7 +22,7 @@ class Reporter:
         self._heartbeat = heartbeat
         self._outbox: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
         self._stopped = False
-        socket = zmq.Context.instance().socket(zmq.PUB)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         socket.setsockopt(zmq.LINGER, 0)
         try:
             socket.bind(f"tcp://{host}:{port}")

@@ -123,8 +123,7 @@ class Supervisor:
         """Descriptors that become readable when a rank's process ends, by rank."""
         store = connect_store(self._config)
         return {
-            os.pidfd_open(int(store.get(pid_key(rank)))): rank
-            for rank in range(self._config.size)
+            os.pidfd_open(int(store.get(pid_key(rank)))): rank for rank in range(self._config.size)
         }
 
     def _open_report_socket(self) -> None:
