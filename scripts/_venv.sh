@@ -15,6 +15,18 @@ fail() {
     exit 1
 }
 
+# Run a command that ends with this script: without it, a pip whose script was terminated goes
+# on installing by itself.
+_run() {
+    local child status=0
+    "$@" >&2 &
+    child=$!
+    trap 'kill "$child" 2>/dev/null; wait "$child"; exit 130' INT TERM HUP
+    wait "$child" || status=$?
+    trap - INT TERM HUP
+    return "$status"
+}
+
 _find_python() {
     local candidate
     for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
@@ -35,7 +47,7 @@ _create_venv() {
     fi
     base="$(_find_python)"
     echo "creating $venv with $("$base" --version)" >&2
-    "$base" -m venv "$venv" >&2 ||
+    _run "$base" -m venv "$venv" ||
         fail "$base cannot create a virtual environment (Debian and Ubuntu: apt install python3-venv)"
 }
 
@@ -63,7 +75,7 @@ PY
     case " ${missing[*]} " in
         *" worker "*) echo "(SGLang and PyTorch: about 11 GB and some minutes, once)" >&2 ;;
     esac
-    (cd "$root" && "$python" -m pip install --disable-pip-version-check -e ".[$list]") >&2 ||
+    _run "$python" -m pip install --disable-pip-version-check -e "$root[$list]" ||
         fail "pip could not install the project; the lines above say why"
     for extra in "${missing[@]}"; do
         echo "$key" >"$venv/.installed-$extra"

