@@ -27,10 +27,10 @@ from sgl_vertumnus.demo.pool_process import Milestones, PoolProcess
 from sgl_vertumnus.demo.progress import Console, Progress
 from sgl_vertumnus.demo.router_client import RouterClient
 from sgl_vertumnus.errors import ConfigurationError, PoolStartError, VertumnusError
+from sgl_vertumnus.launch_server import DEFAULT_ROUTER_PORT
 from sgl_vertumnus.ports import free_range
 
 QUESTION = "What is the capital of France?"
-DEFAULT_PORT = 30000
 _READY_LIMIT_S = 600.0
 _HOST = "127.0.0.1"
 
@@ -74,7 +74,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--port",
         type=int,
-        help=f"the router's port (default: {DEFAULT_PORT}, or any when that is taken)",
+        help=f"the router's port (default: {DEFAULT_ROUTER_PORT}, or any when that is taken)",
     )
     parser.add_argument(
         "--composition",
@@ -115,7 +115,7 @@ def _extent(composition: str) -> tuple[int, int]:
 
 
 def _port(wanted: int | None) -> int:
-    for port in (wanted,) if wanted is not None else (DEFAULT_PORT, 0):
+    for port in (wanted,) if wanted is not None else (DEFAULT_ROUTER_PORT, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -223,7 +223,7 @@ async def _first_answer(
 ) -> Result:
     async with RouterClient(f"http://{_HOST}:{options.port}", clock) as router:
         try:
-            await router.wait_ready(_READY_LIMIT_S, progress.update)
+            await router.wait_ready(options.composition, _READY_LIMIT_S, progress.update)
         except PoolStartError as exc:
             raise pool.failure(str(exc)) from exc
         ready_s = clock.now() - started

@@ -43,28 +43,20 @@ class RouterClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._session.close()
 
-    async def wait_ready(self, limit_s: float, waiting: Callable[[str], None]) -> None:
-        """Return once ``/readiness`` says so; tell ``waiting`` why it does not yet.
+    async def wait_ready(
+        self, composition: str, limit_s: float, waiting: Callable[[str], None]
+    ) -> None:
+        """Return once ``/readiness`` says so and all of ``composition`` serves.
 
-        Raises ``PoolStartError`` after ``limit_s``.
+        Tells ``waiting`` why that is not so yet. Raises ``PoolStartError`` after ``limit_s``.
         """
         started = self._clock.now()
-        while (reason := await self._not_ready()) is not None:
+        while (reason := await self._not_ready(composition)) is not None:
             waited = self._clock.now() - started
             if waited > limit_s:
                 raise PoolStartError(f"not ready after {waited:.0f} s: {reason}")
             waiting(reason)
             await self._clock.sleep(_POLL_S)
-
-    async def _not_ready(self) -> str | None:
-        try:
-            async with self._session.get("/readiness") as response:
-                if response.status == 200:
-                    return None
-                text = (await response.text()).strip()
-                return f"the router says {response.status} {text[:200]}"
-        except (TimeoutError, aiohttp.ClientError):
-            return "the router does not listen yet"
 
     async def composition(self) -> str:
         """The composition that serves now, from the router's list of workers."""
@@ -107,10 +99,29 @@ class RouterClient:
             raise VertumnusError(f"{self.url} is no vertumnus router: it names no worker")
         return Answer("".join(pieces), worker, int(degree), first - sent)
 
+    async def _not_ready(self, composition: str) -> str | None:
+        try:
+            async with self._session.get("/readiness") as response:
+                if response.status != 200:
+                    return _reasons(await response.read())
+            # One worker is enough for a router to be ready, not for the pool to be complete.
+            serving = await self.composition()
+        except (aiohttp.ClientError, TimeoutError):
+            return "the router does not listen yet"
+        return None if serving == composition else f"serving as {serving or 'nothing'} so far"
+
     async def _json(self, path: str) -> Any:
         async with self._session.get(path) as response:
             await _check(response)
             return msgspec.json.decode(await response.read())
+
+
+def _reasons(body: bytes) -> str:
+    """What a router that is not ready says about it."""
+    try:
+        return ", ".join(msgspec.json.decode(body)["reasons"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return body.decode(errors="replace").strip() or "the router is not ready"
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

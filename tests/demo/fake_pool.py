@@ -47,12 +47,13 @@ async def serve(arguments: argparse.Namespace) -> None:
         nonlocal polls
         polls += 1
         if polls < 3 or arguments.never_ready:
-            return web.Response(status=503, text="waiting for rank 1")
-        return web.Response(text="ok")
+            return web.json_response({"ready": False, "reasons": ["rank 1 is late"]}, status=503)
+        return web.json_response({"ready": True, "reasons": []})
 
     async def workers(_: web.Request) -> web.Response:
-        shapes = [("serving", [0], 1), ("serving", [2, 3], 2), ("serving", [1], 1)]
-        shapes.append(("lost", [7], 1))
+        shapes = [("serving", [0], 1), ("lost", [7], 1), ("serving", [1], 1)]
+        if polls > 4:  # the last worker joins after the router is ready
+            shapes.append(("serving", [2, 3], 2))
         return web.json_response(
             {"workers": [{"state": s, "ranks": r, "degree": d} for s, r, d in shapes]}
         )
