@@ -21,6 +21,9 @@ from vertumnus_router.protocol import (
 
 log = logging.getLogger(__name__)
 
+#: ``check`` comes every heartbeat; this late, the router itself was not running.
+_STOOD_STILL_S = 2.5 * HEARTBEAT_S
+
 PrefillReport = PrefillStarted | PrefillFinished
 
 
@@ -79,7 +82,7 @@ class ReportReader:
         chance to be heard.
         """
         now = self._clock.now()
-        stood_still = now - self._checked_s > SILENCE_S / 2
+        stood_still = now - self._checked_s > _STOOD_STILL_S
         self._checked_s = now
         if stood_still:
             self._heard_s = dict.fromkeys(self._heard_s, now)
