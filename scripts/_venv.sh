@@ -21,7 +21,7 @@ _run() {
     local child status=0
     "$@" >&2 &
     child=$!
-    trap 'kill "$child" 2>/dev/null; wait "$child"; exit 130' INT TERM HUP
+    trap 'kill "$child" 2>/dev/null; wait "$child" || true; exit 130' INT TERM HUP
     wait "$child" || status=$?
     trap - INT TERM HUP
     return "$status"
