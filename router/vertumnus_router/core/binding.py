@@ -42,6 +42,10 @@ class Binding:
         if not self._table.queued:
             return effects
         lanes = self._lanes(now)
+        if any(map(self._policy.may_bind, lanes)):
+            # What is cached by now may have made another one the cheapest.
+            for entry in self._table.queue()[: self._policy.window]:
+                self._table.reorder(entry, self._urgency(entry))
         planned = 0
         for entry in self._table.queue():
             if planned == self._policy.window or not any(map(self._policy.may_bind, lanes)):
@@ -53,8 +57,6 @@ class Binding:
             # A request may prefer to wait for a busy worker; those behind it see it there.
             if self._plan(quotes[0]):
                 effects.append(self._dispatch(entry, quotes, now))
-            else:
-                self._table.reorder(entry, self._urgency(entry))
         return effects
 
     def explain(self, request: Request, now: float) -> Decision:
@@ -96,7 +98,8 @@ class Binding:
     def _dispatch(self, entry: Entry, quotes: list[Quote], now: float) -> Dispatch:
         choice, candidate = quotes[0], quotes[0].lane.candidate
         decision = self._placement.decision(entry, quotes)
-        self._table.bind(entry, candidate, choice.service_s, choice.uncached_tokens, now)
+        blocks = entry.request.blocks if self._policy.counts_in_flight else ()
+        self._table.bind(entry, candidate, choice.service_s, choice.uncached_tokens, blocks, now)
         return Dispatch(
             request_id=entry.id,
             pool=candidate.pool.pool,
@@ -113,7 +116,4 @@ class Binding:
         ]
 
     def _urgency(self, entry: Entry) -> float:
-        return self._policy.urgency(
-            entry.arrived_s,
-            lambda: self._placement.least_gpu_s(entry.request, self._placement.match(entry)),
-        )
+        return self._policy.urgency(entry.arrived_s, lambda: self._placement.least_gpu_s(entry))

@@ -56,7 +56,7 @@ class ControlPlane:
         policy = make_policy(config)
         self._binding = Binding(
             policy,
-            Placement(config, policy, self._model, self._index, self._membership),
+            Placement(config, policy, self._model, self._index, self._membership, self._ledger),
             self._membership,
             self._ledger,
             self._table,

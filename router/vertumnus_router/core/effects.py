@@ -10,6 +10,8 @@ class CostTerms:
     """One candidate of one placement, in seconds (paper section 5).
 
     ``total`` = ``queue_s`` + ``beta``·``service_s`` + ``lam``·``extra_gpu_s``.
+    ``cached_tokens`` is what the prefill is expected to find, with late binding including
+    prefixes that are still being computed there.
     """
 
     worker: WorkerId

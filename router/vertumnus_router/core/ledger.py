@@ -4,18 +4,22 @@ One reservation per request, named by the request. ``RequestTable`` is the only 
 ``release``; releasing what is not reserved is no error.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vertumnus_router.core.types import RequestId, WorkerId
+from vertumnus_router.core.types import BlockHash, RequestId, WorkerId
+
+_NOTHING: Mapping[BlockHash, int] = {}
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Predicted prefill work of one request at one worker."""
+    """Predicted prefill work of one request at one worker, and the blocks it will leave there."""
 
     worker: WorkerId
     service_s: float
     uncached_tokens: int
+    blocks: tuple[BlockHash, ...] = ()
     started: bool = False
     #: another prefill ran at the worker meanwhile, so the reported time is not its own
     shared: bool = False
@@ -35,6 +39,8 @@ class _Account:
     running_s: float = 0.0
     as_of_s: float = 0.0
     tokens: int = 0
+    #: how many of the reservations will leave a block
+    blocks: dict[BlockHash, int] = field(default_factory=dict)
 
     def settle(self, now: float) -> None:
         """Spend the time since ``as_of_s`` on the running prefills, in the order they began."""
@@ -67,15 +73,22 @@ class Ledger:
         return request in self._where
 
     def reserve(
-        self, request: RequestId, worker: WorkerId, service_s: float, uncached_tokens: int
+        self,
+        request: RequestId,
+        worker: WorkerId,
+        service_s: float,
+        uncached_tokens: int,
+        blocks: tuple[BlockHash, ...] = (),
     ) -> None:
         """Reserve the prefill of ``request`` at ``worker``. ``ValueError`` if it has one."""
         if request in self._where:
             raise ValueError(f"request {request} is reserved at {self._where[request]} already")
         account = self._accounts.setdefault(worker, _Account())
-        account.reserved[request] = Reservation(worker, service_s, uncached_tokens)
+        account.reserved[request] = Reservation(worker, service_s, uncached_tokens, blocks)
         account.waiting_s += service_s
         account.tokens += uncached_tokens
+        for block in blocks:
+            account.blocks[block] = account.blocks.get(block, 0) + 1
         self._where[request] = worker
 
     def start(self, request: RequestId, now: float) -> None:
@@ -106,6 +119,10 @@ class Ledger:
             return reservation
         account.settle(now)
         account.tokens -= reservation.uncached_tokens
+        for block in reservation.blocks:
+            account.blocks[block] -= 1
+            if not account.blocks[block]:
+                del account.blocks[block]
         if reservation.started:
             account.running_s -= account.running.pop(request)
         else:
@@ -117,7 +134,7 @@ class Ledger:
         account = self._accounts.get(worker)
         if account is None:
             return 0.0
-        left_s = account.running_s - (now - account.as_of_s) if account.running else 0.0
+        left_s = account.running_s - (now - account.as_of_s)
         return max(0.0, account.waiting_s) + max(0.0, left_s)
 
     def load(self, worker: WorkerId) -> tuple[int, int]:
@@ -127,6 +144,11 @@ class Ledger:
             return 0, 0
         last = next(reversed(account.reserved.values()))
         return account.tokens, account.tokens - last.uncached_tokens
+
+    def in_flight(self, worker: WorkerId) -> Mapping[BlockHash, int]:
+        """The blocks that unfinished prefills at ``worker`` will leave there."""
+        account = self._accounts.get(worker)
+        return _NOTHING if account is None else account.blocks
 
     def reserved_s(self) -> dict[WorkerId, float]:
         """Σ of reserved service by worker, not aged; workers without reservations are absent."""

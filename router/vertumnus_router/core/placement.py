@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from vertumnus_router.core.config import PolicyConfig
 from vertumnus_router.core.effects import CostTerms, Decision
 from vertumnus_router.core.events import PoolJoined
+from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.model import PrefillModel
 from vertumnus_router.core.policy import Lane, Policy
@@ -44,14 +45,6 @@ def too_large(request: Request, pool: PoolJoined) -> str | None:
     return None
 
 
-def cached_tokens(request: Request, match: PrefixMatch, candidate: Candidate) -> int:
-    """P at the candidate: whole blocks that all its ranks hold, short of the last token, which
-    is always computed."""
-    block_tokens = candidate.pool.block_tokens
-    usable = (request.input_tokens - 1) // block_tokens * block_tokens
-    return max(0, min(match.depth(candidate.ranks) * block_tokens, usable))
-
-
 class Placement:
     """Prices and picks for a policy. Holds references to what it reads, no state of its own."""
 
@@ -62,6 +55,7 @@ class Placement:
         model: PrefillModel,
         index: PrefixIndex,
         membership: Membership,
+        ledger: Ledger,
     ) -> None:
         self._tie_s = config.tie_s
         self._seed = config.seed
@@ -69,34 +63,47 @@ class Placement:
         self._model = model
         self._index = index
         self._membership = membership
+        self._ledger = ledger
 
     def can_take(self, entry: Entry, candidate: Candidate) -> bool:
         """Whether the request fits the candidate and was not there before."""
         return candidate.id not in entry.tried and too_large(entry.request, candidate.pool) is None
 
-    def least_gpu_s(self, request: Request, match: PrefixMatch) -> float:
-        """g: GPU-seconds at C_min with the longest prefix that any candidate holds."""
+    def least_gpu_s(self, entry: Entry) -> float:
+        """g: GPU-seconds at C_min with the longest prefix that any candidate has."""
         least = self._membership.least_degree
         if least is None:
             return 0.0
         candidates = self._policy.candidates(self._membership)
-        cached = max((cached_tokens(request, match, c) for c in candidates), default=0)
-        uncached = max(1, request.input_tokens - cached)
+        cached = max((self._cached_tokens(entry, c) for c in candidates), default=0)
+        uncached = max(1, entry.request.input_tokens - cached)
         return least * self._model.service_s(least, uncached, cached)
 
-    def match(self, entry: Entry) -> PrefixMatch:
+    def _match(self, entry: Entry) -> PrefixMatch:
         """The request's prefix in the index, walked again only after the index changed."""
         if entry.match is None or entry.match_version != self._index.version:
             entry.match = self._index.match(entry.request.blocks)
             entry.match_version = self._index.version
         return entry.match
 
+    def _cached_tokens(self, entry: Entry, candidate: Candidate) -> int:
+        """P at the candidate: whole blocks that all its ranks hold, or will where the policy
+        counts those, short of the last token, which is always computed."""
+        blocks, block_tokens = entry.request.blocks, candidate.pool.block_tokens
+        depth = self._match(entry).depth(candidate.ranks)
+        if self._policy.counts_in_flight:
+            in_flight = self._ledger.in_flight(candidate.id)
+            while depth < len(blocks) and blocks[depth] in in_flight:
+                depth += 1
+        usable = (entry.request.input_tokens - 1) // block_tokens * block_tokens
+        return max(0, min(depth * block_tokens, usable))
+
     def quotes(self, entry: Entry, lanes: Sequence[Lane]) -> list[Quote]:
         """A price from every eligible lane, the choice first, the others by rising price."""
         least = self._membership.least_degree
         if least is None:
             return []
-        request, match = entry.request, self.match(entry)
+        request = entry.request
         beta, lam = self._policy.beta, self._policy.lam
         service_s = self._model.service_s
         terms: dict[tuple[int, int], tuple[float, float]] = {}
@@ -105,7 +112,7 @@ class Placement:
             candidate = lane.candidate
             if not self.can_take(entry, candidate):
                 continue
-            degree, cached = candidate.degree, cached_tokens(request, match, candidate)
+            degree, cached = candidate.degree, self._cached_tokens(entry, candidate)
             uncached = max(1, request.input_tokens - cached)
             known = terms.get((degree, cached))
             if known is None:

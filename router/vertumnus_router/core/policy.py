@@ -50,6 +50,10 @@ class Policy(Protocol):
     def window(self) -> int | None:
         """How many queued requests one pass plans; None for all."""
 
+    @property
+    def counts_in_flight(self) -> bool:
+        """Whether a prefix that is being computed at a candidate counts as cached there."""
+
     def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
         """The blocks that a request may run on."""
 
@@ -70,6 +74,7 @@ class PaperPolicy:
 
     name = "paper"
     window = None
+    counts_in_flight = False
 
     def __init__(self, config: PolicyConfig) -> None:
         self.beta = config.beta
@@ -91,13 +96,15 @@ class PaperPolicy:
 class LatePolicy:
     """Late binding: requests wait at the router until their worker can use them.
 
-    J = wait + s + λ·(C·s − C_min·Ê_Cmin(R, P)), λ rising with the backlog. A worker is handed
-    the prefill batch it can start, which is one chunk of uncached tokens, and one request more,
-    so that its next step need not wait for the router.
+    J = wait + s + λ·(C·s − C_min·Ê_Cmin(R, P)), λ rising with the backlog, P counting prefixes
+    that are being computed at the worker now. A worker is handed the prefill batch it can
+    start, which is one chunk of uncached tokens, and one request more, so that its next step
+    need not wait for the router.
     """
 
     name = "late"
     beta = 1.0
+    counts_in_flight = True
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config: LateConfig = config.late

@@ -11,7 +11,7 @@ from enum import Enum
 
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.trie import PrefixMatch
-from vertumnus_router.core.types import Request, RequestId, WorkerId
+from vertumnus_router.core.types import BlockHash, Request, RequestId, WorkerId
 from vertumnus_router.core.workers import Candidate
 
 
@@ -108,14 +108,21 @@ class RequestTable:
             insort(self._queue, entry, key=_key)
 
     def bind(
-        self, entry: Entry, candidate: Candidate, service_s: float, uncached_tokens: int, now: float
+        self,
+        entry: Entry,
+        candidate: Candidate,
+        service_s: float,
+        uncached_tokens: int,
+        blocks: tuple[BlockHash, ...],
+        now: float,
     ) -> None:
-        """Out of the queue, onto the candidate, with a reservation of ``service_s``."""
+        """Out of the queue, onto the candidate, with a reservation of ``service_s`` that will
+        leave ``blocks`` there."""
         self._enter(entry, Phase.PREFILL, now)
         entry.candidate = candidate
         entry.tried += (candidate.id,)
         self._assigned.setdefault(candidate.id, {})[entry.id] = entry
-        self._ledger.reserve(entry.id, candidate.id, service_s, uncached_tokens)
+        self._ledger.reserve(entry.id, candidate.id, service_s, uncached_tokens, blocks)
 
     def start_prefill(self, entry: Entry, now: float) -> None:
         self._ledger.start(entry.id, now)

@@ -5,12 +5,22 @@ from vertumnus_router.core.config import LateConfig
 from vertumnus_router.core.effects import Dispatch, Effect
 from vertumnus_router.core.events import Failure, RequestCancelled
 from vertumnus_router.core.profile import Profile
-from vertumnus_router.core.types import RequestId
+from vertumnus_router.core.types import BlockHash, RequestId
+from vertumnus_router.lattice import Block
 
-from tests.router.core.scene import IDEAL, Scene, chain, only, request, with_overhead
+from tests.router.core.scene import (
+    IDEAL,
+    Scene,
+    chain,
+    joined,
+    only,
+    reported,
+    request,
+    with_overhead,
+)
 
 
-def late(composition: str = "1x1", profile: Profile = IDEAL, **config: object) -> Scene:
+def late(composition: str | None = "1x1", profile: Profile = IDEAL, **config: object) -> Scene:
     return Scene(composition, profile, policy="late", **config)
 
 
@@ -124,15 +134,66 @@ def test_a_request_waits_for_a_busy_worker_that_holds_its_prefix() -> None:
 def test_those_behind_see_where_the_others_will_wait() -> None:
     scene = late("2x1", lam=0.0)
     scene.store(0, chain(1, 40))
-    cached = (*chain(1, 40), *chain(2, 20))  # R = 2000 at p/0x1, 6000 elsewhere
-    assert scene.dispatched("a", 6000, blocks=cached).worker == "p/0x1"
-    assert scene.dispatched("b", 6000, blocks=cached).worker == "p/0x1"
+
+    def own(name: int) -> tuple[BlockHash, ...]:
+        return (*chain(1, 40), *chain(name, 20))  # R = 2000 at p/0x1, 6000 elsewhere
+
+    assert scene.dispatched("a", 6000, blocks=own(2)).worker == "p/0x1"
+    assert scene.dispatched("b", 6000, blocks=own(3)).worker == "p/0x1"
     scene.start("a", "p/0x1")
     scene.wait(0.5)
-    # c takes 3.5 + 1.9 s there and 5.9 s at the free worker.
-    assert scene.arrive("c", 5900, blocks=cached[:59]) == []
-    # d would stand behind c: 5.4 + 1.9 against 5.9.
-    assert only(Dispatch, scene.arrive("d", 5900, blocks=cached[:59])).worker == "p/1x1"
+    # c takes 3.5 + 2 s there and 6 s at the free worker.
+    assert scene.arrive("c", 6000, blocks=own(4)) == []
+    # d would stand behind c: 5.5 + 2 against 6.
+    assert only(Dispatch, scene.arrive("d", 6000, blocks=own(5))).worker == "p/1x1"
+
+
+def test_one_pass_hands_out_a_batch_and_one_more() -> None:
+    scene = late(None)
+    scene.feed(joined("p", 1))
+    for i in range(7):
+        assert scene.arrive(f"r{i}", 500) == []
+    assert names(scene.feed(reported(0, Block(0, 1)))) == ["r0", "r1", "r2", "r3", "r4"]
+
+
+def test_a_prefix_that_is_being_computed_counts_as_cached() -> None:
+    prompt = chain(1, 50)
+    scene = late("2x1", lam=0.0)
+    first = scene.dispatched("a", 5000, blocks=prompt).worker
+    scene.start("a", first)
+    scene.wait(0.1)
+    second = scene.dispatched("b", 5100, blocks=(*prompt, *chain(2, 1)))
+    assert second.worker == first  # 4.9 s of waiting and 0.1 s beat 5.1 s
+    assert second.decision.chosen.cached_tokens == 5000
+
+
+def test_early_binding_counts_what_is_stored_only() -> None:
+    prompt = chain(1, 50)
+    scene = Scene("1x1", policy="paper")
+    scene.dispatched("a", 5000, blocks=prompt)
+    assert scene.dispatched("b", 5100, blocks=prompt).decision.chosen.cached_tokens == 0
+
+
+def test_what_was_being_computed_is_forgotten_with_the_attempt() -> None:
+    prompt = chain(1, 50)
+    scene = late("1x1")
+    scene.dispatched("a", 5000, blocks=prompt)
+    scene.dispatched("b", 100)
+    scene.feed(RequestCancelled(RequestId("a")))
+    assert scene.dispatched("c", 5100, blocks=prompt).decision.chosen.cached_tokens == 0
+
+
+def test_a_prefix_that_came_to_be_cached_moves_a_request_up() -> None:
+    scene = late("1x1")
+    for name in "ab":
+        scene.arrive(name, 5000)
+    scene.arrive("short", 3000)
+    scene.arrive("long", 9000, blocks=chain(1, 90))
+    scene.store(0, chain(1, 80))
+    effects = scene.first_token("a", "p/0x1")
+    assert names(effects) == ["long"]
+    dispatch = only(Dispatch, effects)
+    assert dispatch.decision.chosen.cached_tokens == 8000
 
 
 def test_price_by_hand() -> None:

@@ -108,6 +108,13 @@ def test_too_long_for_the_memory_of_a_rank() -> None:
     assert "room for 5000 tokens" in reject.message
 
 
+def test_the_limit_named_is_that_of_a_pool_with_enough_context() -> None:
+    scene = Scene(None)
+    scene.launch("1x1", pool="p", context_tokens=1000, kv_capacity_tokens=9000)
+    scene.launch("1x1", pool="q", context_tokens=8000, kv_capacity_tokens=3000)
+    assert "room for 3000 tokens" in only(Reject, scene.arrive("a", 5000)).message
+
+
 def test_a_length_that_is_only_an_estimate_is_left_to_the_engine() -> None:
     scene = Scene(None)
     scene.launch("1x1", context_tokens=100)
@@ -174,6 +181,27 @@ def test_the_timeout_counts_from_when_the_last_worker_went() -> None:
     assert scene.feed(Tick()) == []
     scene.wait(1.0)
     assert only(Reject, scene.feed(Tick())).request_id == "c"
+
+
+def test_a_worker_that_came_stops_the_timeout_of_those_that_it_will_take() -> None:
+    scene = Scene(None, policy="late", queue_timeout_s=30.0)
+    scene.feed(joined("p", 1))
+    for name in "abc":
+        scene.arrive(name, 5000)
+    scene.wait(20.0)
+    assert len(scene.feed(reported(0, Block(0, 1)))) == 2
+    scene.wait(20.0)
+    assert scene.feed(Tick()) == []
+    assert scene.control.queued_count == 1
+
+
+def test_what_came_to_be_cached_while_the_request_waited_counts() -> None:
+    scene = Scene(None)
+    scene.feed(joined("p", 1))
+    scene.arrive("a", 1000, blocks=chain(1, 10))
+    scene.store(0, chain(1, 5))
+    dispatch = only(Dispatch, scene.feed(reported(0, Block(0, 1))))
+    assert dispatch.decision.chosen.cached_tokens == 500
 
 
 def test_a_full_queue_turns_the_next_one_away() -> None:
@@ -249,6 +277,15 @@ def test_a_failure_of_an_earlier_attempt_is_ignored() -> None:
     stale = RequestFailed(A, Failure.UNREACHABLE, "again", worker=first)
     assert scene.feed(stale) == []
     assert scene.queue_s(second) == 1.0
+
+
+def test_an_end_told_after_the_attempt_failed_does_not_end_the_next() -> None:
+    scene = Scene("1x1")
+    scene.dispatched("a")
+    lose(scene, 0)
+    assert scene.fail("a", Failure.WORKER_LOST) == []
+    assert scene.finish("a") == []
+    assert scene.control.queued_count == 1
 
 
 def test_a_retry_with_no_worker_left_alive_waits_for_one() -> None:

@@ -173,9 +173,33 @@ def test_a_split_serves_rank_by_rank() -> None:
 def test_a_worker_outlives_a_new_epoch_that_leaves_it_as_it_is() -> None:
     membership = pool_of_pairs()
     assert membership.report(reported(2, RIGHT, epoch=2)).lost == ()
+    assert {w.id: w.epoch for w in membership.workers} == {"p/0x2": 1, "p/2x2": 1}
     assert membership.report(reported(3, RIGHT, epoch=2)).lost == ()
     assert serving(membership) == ["p/0x2", "p/2x2"]
     assert {w.id: w.epoch for w in membership.workers} == {"p/0x2": 1, "p/2x2": 2}
+
+
+def test_a_new_life_in_another_epoch_waits_for_its_siblings() -> None:
+    membership = pool_of_pairs()
+    change = membership.report(reported(0, LEFT, life="life-2", epoch=2))
+    assert [w.id for w, _ in change.lost] == ["p/0x2"]
+    assert serving(membership) == ["p/2x2"]
+    membership.report(reported(1, LEFT, epoch=2))
+    assert serving(membership) == ["p/0x2", "p/2x2"]
+
+
+def test_a_dead_rank_has_no_say() -> None:
+    membership = pool_of_pairs(epoch=5)
+    membership.lose(lost(1, "life-1"))
+    membership.report(reported(0, ONES[0], life="life-2", epoch=5))
+    assert serving(membership) == ["p/0x1", "p/2x2"]
+    membership = members()
+    membership.join(joined(manifest="m"))
+    membership.report(reported(0, ONES[0], manifest="other"))
+    membership.report(reported(1, ONES[1], manifest="m"))
+    assert serving(membership) == ["p/1x1"]
+    membership.lose(lost(1, "life-1"))
+    assert serving(membership) == ["p/0x1"]
 
 
 def test_contradicting_claims_of_one_epoch_serve_nobody() -> None:

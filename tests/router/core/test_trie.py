@@ -108,6 +108,16 @@ def test_unknown_parent_counts_once_the_gap_is_filled() -> None:
     assert len(index) == 0
 
 
+def test_a_filled_gap_is_a_prefix_again_and_outlives_leaves() -> None:
+    index = PrefixIndex(3)
+    index.store(0, B, (C,))
+    index.store(0, None, (A, B))
+    index.store(0, None, (X,))  # one too many: C goes, the oldest leaf
+    index.store(0, None, (Y,))  # then X; A is no leaf, B extends it
+    assert index.match((A, B)).depth(1) == 2
+    assert [bool(index.holders(block)) for block in (C, X, Y)] == [False, False, True]
+
+
 def test_removing_what_is_not_held_is_no_news() -> None:
     index = PrefixIndex(100)
     index.store(0, None, (A,))
