@@ -21,9 +21,11 @@ import torch.nn.functional as F
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-# Sizes are in query tokens. A block shares one call for the keys before it; a tile is one product
-# with a masked square at its end, so half a tile per query is wasted work.
+# Query tokens that share one call for the keys before them.
 _BLOCK_TOKENS = 512
+# Folded rows from which the flash kernel works in its largest blocks.
+_BLOCK_ROWS = 768
+# Query tokens of one product with a masked square at its end: half a tile per query is wasted.
 _TILE_TOKENS = 64
 # Folded rows beyond which a taller tile no longer makes the products faster.
 _TILE_ROWS = 256
@@ -247,8 +249,9 @@ def _attend(
         _widen(q.view(tokens, kv_heads, group, -1), width).transpose(0, 1)
     )
     result = workspace.take("result", (kv_heads, rows, width), torch.float32)
-    for begin in range(0, tokens, _BLOCK_TOKENS):
-        end = min(tokens, begin + _BLOCK_TOKENS)
+    block_tokens = max(_BLOCK_TOKENS, _BLOCK_ROWS // group)
+    for begin in range(0, tokens, block_tokens):
+        end = min(tokens, begin + block_tokens)
         block = slice(begin * group, end * group)
         visible = key_tokens - tokens + end
         before = visible - (end - begin)
