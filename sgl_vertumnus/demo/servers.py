@@ -1,7 +1,7 @@
 """Real servers as child processes, for tests and benchmarks: a pool, or plain SGLang.
 
-    with pool(model, size=4, degrees=(1, 2), composition="2x1,1x2") as server:
-        server.post("/generate", {...})
+with pool(model, size=4, degrees=(1, 2), composition="2x1,1x2") as server:
+    server.post("/generate", {...})
 """
 
 import asyncio
