@@ -160,9 +160,7 @@ class FakeRank:
         self.buffer.append((seq, payload))
         return seq
 
-    def store(
-        self, blocks: Sequence[int], parent: int | None = None, *, lose: bool = False
-    ) -> int:
+    def store(self, blocks: Sequence[int], parent: int | None = None, *, lose: bool = False) -> int:
         event = {
             "type": "BlockStored",
             "block_hashes": list(blocks),
@@ -328,9 +326,7 @@ class FakePool:
     def prefill_started(self, seen: Seen) -> None:
         rank = self.ranks[seen.rank]
         rank.report(
-            PrefillStarted(
-                rank=rank.index, incarnation=rank.incarnation, epoch=1, rids=(seen.rid,)
-            )
+            PrefillStarted(rank=rank.index, incarnation=rank.incarnation, epoch=1, rids=(seen.rid,))
         )
 
     def prefill_finished(self, seen: Seen, *, input_tokens: int, cached_tokens: int) -> None:
@@ -339,9 +335,7 @@ class FakePool:
             rid=seen.rid, input_tokens=input_tokens, cached_tokens=cached_tokens, compute_s=0.25
         )
         rank.report(
-            PrefillFinished(
-                rank=rank.index, incarnation=rank.incarnation, epoch=1, done=(done,)
-            )
+            PrefillFinished(rank=rank.index, incarnation=rank.incarnation, epoch=1, done=(done,))
         )
 
     def abort_event(self, rid: str) -> asyncio.Event:

@@ -5,11 +5,11 @@ import contextlib
 import random
 
 import aiohttp
+from vertumnus_router.core.config import LateConfig, PolicyConfig
 
 from tests.router.io import fake_pool
 from tests.router.io.fake_pool import FakePool
 from tests.router.io.harness import Running, run, running, until
-from vertumnus_router.core.config import LateConfig, PolicyConfig
 
 
 async def leave(it: Running, **fields: object) -> "asyncio.Task[aiohttp.ClientResponse]":

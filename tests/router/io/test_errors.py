@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
+from vertumnus_router.core.config import LateConfig, PolicyConfig
+from vertumnus_router.io.config import Limits
 
 from tests.router.io import fake_pool
 from tests.router.io.fake_pool import FakePool
 from tests.router.io.harness import run, running, until
-from vertumnus_router.core.config import LateConfig, PolicyConfig
-from vertumnus_router.io.config import Limits
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -162,7 +162,21 @@ def test_no_worker_that_serves_is_503_after_the_queue_timeout() -> None:
 def test_garbage_never_kills_the_router() -> None:
     """Valid JSON of every wrong shape, and bytes that are no JSON."""
     seed = random.Random(11)
-    atoms: list[Any] = [None, True, -1, 1e300, "", "x", [], {}, [[]], [None], [{}], {"a": []}, 2**70]
+    atoms: list[Any] = [
+        None,
+        True,
+        -1,
+        1e300,
+        "",
+        "x",
+        [],
+        {},
+        [[]],
+        [None],
+        [{}],
+        {"a": []},
+        2**70,
+    ]
     fields = [
         "model",
         "messages",

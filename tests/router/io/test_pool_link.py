@@ -3,14 +3,14 @@
 import asyncio
 
 import pytest
-
-from tests.router.io import fake_pool
-from tests.router.io.fake_pool import FakePool, pools
-from tests.router.io.harness import Running, run, running, until
 from vertumnus_router.core.events import Event, IndexReset, PoolLost, RankReported
 from vertumnus_router.core.types import PoolId, Rank
 from vertumnus_router.io import rank_feed, reports
 from vertumnus_router.io.config import Limits
+
+from tests.router.io import fake_pool
+from tests.router.io.fake_pool import FakePool, pools
+from tests.router.io.harness import Running, run, running, until
 
 
 def held(it: Running, rank: int = 0, pool: str = "fake") -> int:
@@ -126,7 +126,9 @@ def test_a_new_incarnation_forgets_first_and_then_reads_the_new_life() -> None:
             rank.begin_new_life()
             rank.store([9])
             await until(
-                lambda: any(isinstance(e, RankReported) and e.incarnation == "life'" for e in events),
+                lambda: any(
+                    isinstance(e, RankReported) and e.incarnation == "life'" for e in events
+                ),
                 "the new life reports",
             )
             await holds(it, 1)

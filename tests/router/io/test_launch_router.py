@@ -1,0 +1,152 @@
+"""``launch_router`` as a process: what it imports, prints, refuses, and how it stops."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.router.io.fake_pool import FakePool, stream_slowly
+from tests.router.io.harness import run, until
+
+COMMAND = [sys.executable, "-m", "sgl_vertumnus.launch_router"]
+HEAVY = ("torch", "sglang", "transformers", "vertumnus_patches", "numpy")
+
+
+def test_it_imports_nothing_of_the_engine() -> None:
+    code = f"""
+import sys
+from sgl_vertumnus import launch_router
+from vertumnus_router.clock import WallClock
+from vertumnus_router.io.admin import build_app
+from vertumnus_router.io.router import Router
+import vertumnus_router.io.server
+options = launch_router._parser().parse_args(["--pool-urls", "http://127.0.0.1:1"])
+build_app(Router(launch_router.router_config(options), WallClock()))
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "says"),
+    [
+        ([], 2, "--pool-urls"),
+        (["--pool-urls", "localhost:30000"], 2, "not an http:// or https:// URL"),
+        (["--pool-urls", ","], 2, "name at least one pool"),
+        (["--pool-urls", "http://a,http://a/"], 2, "named twice"),
+        (["--pool-urls", "http://a", "--beta", "0"], 2, "beta 0.0: must be above 0"),
+        (["--pool-urls", "http://a", "--port", "70000"], 2, "port 70000"),
+        (["--pool-urls", "http://a", "--policy", "random"], 2, "paper"),
+        (["--pool-urls", "http://a", "--max-body-bytes", "0"], 2, "body_bytes"),
+        (["--pool-urls", "http://a", "--profile", "/no/such.json"], 1, "no profile"),
+        (["--pool-urls", "http://a", "--host", "192.0.2.1", "--port", "0"], 1, "cannot listen"),
+    ],
+)
+def test_it_refuses_what_cannot_work(flags: list[str], status: int, says: str) -> None:
+    result = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
+    assert result.returncode == status
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_names_every_group() -> None:
+    result = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    for word in ("--pool-urls", "--policy", "--beta", "--lam", "--profile", "--port", "limits:"):
+        assert word in result.stdout
+
+
+class Launched:
+    """The command as a child process; killed at the end if it still runs."""
+
+    def __init__(self, *flags: str, ready_file: Path) -> None:
+        self.ready_file = ready_file
+        self._flags = flags
+
+    async def __aenter__(self) -> "Launched":
+        self.process = await asyncio.create_subprocess_exec(
+            *COMMAND,
+            *self._flags,
+            "--port",
+            "0",
+            "--ready-file",
+            str(self.ready_file),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        await until(self.ready_file.exists, "the router listens", limit_s=15)
+        await until(self.ready_file.read_text, "the file is written")
+        self.url: str = json.loads(self.ready_file.read_text())["url"]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+    async def output(self) -> str:
+        out, _ = await self.process.communicate()
+        return out.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_announces_serves_and_stops_with_0(number: signal.Signals, tmp_path: Path) -> None:
+    import aiohttp
+
+    async def scenario() -> None:
+        flags = ("--pool-urls", "", "--control-key", "secret", "--stop-timeout-s", "5")
+        async with FakePool(1) as pool:
+            flags = ("--pool-urls", pool.url, *flags[2:])
+            async with (
+                Launched(*flags, ready_file=tmp_path / "ready") as it,
+                aiohttp.ClientSession(it.url) as client,
+            ):
+
+                async def ready() -> bool:
+                    async with client.get("/readiness") as response:
+                        return response.status == 200
+
+                while not await ready():
+                    await asyncio.sleep(0.02)
+                pool.answer = stream_slowly(tokens=20, gap_s=0.02)
+                body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+                async with client.post(
+                    "/v1/chat/completions", json={**body, "stream": True}
+                ) as response:
+                    await response.content.readany()
+                    it.process.send_signal(number)
+                    assert (await response.read()).endswith(b"[DONE]\n\n"), "the stream may end"
+                output = await it.output()
+                assert it.process.returncode == 0
+        assert f"router listening on {it.url}" in output
+        assert "policy.beta = 3.0" in output
+        assert "secret" not in output
+
+    run(scenario())
+
+
+def test_an_idle_router_costs_next_to_nothing(tmp_path: Path) -> None:
+    """CPU of the whole process over three idle seconds with a pool of four reporting ranks."""
+
+    def cpu_s(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def scenario() -> None:
+        async with FakePool(4, beat_s=1.0) as pool:
+            flags = ("--pool-urls", pool.url)
+            async with Launched(*flags, ready_file=tmp_path / "ready") as it:
+                await asyncio.sleep(1.5)
+                before = cpu_s(it.process.pid)
+                await asyncio.sleep(3.0)
+                share = (cpu_s(it.process.pid) - before) / 3.0
+                assert share <= 0.02, f"{share:.1%} of a core"
+
+    run(scenario())

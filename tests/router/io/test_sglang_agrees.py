@@ -1,0 +1,299 @@
+"""What the router computes and decodes, against the functions of the installed SGLang."""
+
+import asyncio
+import hashlib
+import random
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+import zmq
+from vertumnus_router.core.events import BlocksRemoved, BlocksStored, Event, IndexReset
+from vertumnus_router.core.types import PoolId, Rank
+from vertumnus_router.io.client_request import Endpoint, parse
+from vertumnus_router.io.event_stream import EventStream
+from vertumnus_router.io.hashing import block_hashes, salt_seed
+from vertumnus_router.io.kv_batch import decode_batch, index_events
+from vertumnus_router.io.prompt import PromptRules, tokenise
+from vertumnus_router.io.rank_feed import RankFeed
+from vertumnus_router.io.tokenizer_files import load
+
+from tests.router.io.chat_cases import CONTEXT_TOKENS, REQUESTS, TEMPLATES, write_model
+from tests.router.io.fake_pool import _free_ports
+from tests.router.io.harness import run, until
+
+kv_events = pytest.importorskip("sglang.srt.disaggregation.kv_events", reason="needs sglang")
+
+RANK = Rank(PoolId("p"), 1)
+SENTENCES = "The quick brown fox, aged 12345, isn't “lazy”…\n\n  é 東京 🙂\t<|im_end|> end"
+
+
+def tokens(count: int, seed: int = 3) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(2**17) for _ in range(count)]
+
+
+# -- block hashes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 64, 200])
+def test_block_hashes(page: int, count: int) -> None:
+    from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64
+
+    ids = tokens(count)
+    whole = count // page * page
+    expected = get_hash_str(array("q", ids[:whole]), None, page_size=page) if whole else []
+    assert list(block_hashes(ids, page)) == [hash_str_to_int64(one) for one in expected]
+
+
+def test_block_hashes_of_a_salted_prompt() -> None:
+    from sglang.srt.mem_cache.utils import compute_node_event_hash_values, hash_str_to_int64
+
+    ids, page = tokens(80), 16
+
+    class Key(array):  # type: ignore[type-arg]
+        extra_key, cache_salt = None, "söle"
+
+    root = SimpleNamespace(key=None, parent=None, event_hash_value=None)
+    node = SimpleNamespace(key=Key("q", ids), parent=root, event_hash_value=None)
+    expected = compute_node_event_hash_values(node, page)
+    assert list(block_hashes(ids, page, salt_seed("söle"))) == list(
+        map(hash_str_to_int64, expected)
+    )
+    assert block_hashes(ids, page, salt_seed("söle")) != block_hashes(ids, page)
+    assert len(salt_seed("x")) == hashlib.sha256().digest_size
+
+
+# -- events ---------------------------------------------------------------------------------------
+
+
+def test_events_as_sglang_encodes_them() -> None:
+    batch = kv_events.KVEventBatch(
+        ts=12.5,
+        events=[
+            kv_events.BlockStored(
+                block_hashes=[1, -2],
+                parent_block_hash=None,
+                token_ids=tokens(8),
+                block_size=4,
+                lora_id=None,
+                medium=kv_events.StorageMedium.GPU,
+                cache_salt="s",
+            ),
+            kv_events.BlockRemoved(block_hashes=[1], medium=kv_events.StorageMedium.GPU),
+            kv_events.BlockRemoved(block_hashes=[9], medium=kv_events.StorageMedium.CPU),
+            kv_events.AllBlocksCleared(),
+        ],
+        attn_dp_rank=3,
+    )
+    decoded = decode_batch(msgspec.msgpack.Encoder().encode(batch))
+    assert decoded.ts == 12.5
+    assert decoded.skipped == 0
+    stored, removed, cleared = index_events(RANK, decoded, 4)
+    assert stored == BlocksStored(RANK, None, (1, -2))  # type: ignore[arg-type]
+    assert removed == BlocksRemoved(RANK, (1,))  # type: ignore[arg-type]
+    assert isinstance(cleared, IndexReset)
+
+
+def test_sglangs_own_publisher_is_followed_from_its_first_batch_on() -> None:
+    """Publish, join late, lose nothing; then publish more, live."""
+
+    def store(number: int, parent: int | None) -> Any:
+        event = kv_events.BlockStored(
+            block_hashes=[number],
+            parent_block_hash=parent,
+            token_ids=tokens(4),
+            block_size=4,
+            lora_id=None,
+        )
+        return kv_events.KVEventBatch(ts=float(number), events=[event])
+
+    async def scenario() -> None:
+        base = _free_ports(4)
+        publisher = kv_events.ZmqEventPublisher(
+            attn_dp_rank=1,
+            endpoint=f"tcp://127.0.0.1:{base}",
+            replay_endpoint=f"tcp://127.0.0.1:{base + 2}",
+            topic="kv-events",
+            bind=True,
+        )
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        seen: list[Event] = []
+        feed = RankFeed(
+            loop=asyncio.get_running_loop(),
+            context=context,
+            stream=EventStream(RANK, 4),
+            topic=b"kv-events",
+            publish_url=f"tcp://127.0.0.1:{base + 1}",
+            replay_url=f"tcp://127.0.0.1:{base + 3}",
+            on_events=seen.extend,
+        )
+        try:
+            for number in range(50):
+                publisher.publish(store(number, number - 1 if number else None))
+            feed.start()
+            await until(lambda: feed.stream.warm, "replayed")
+            for number in range(50, 60):
+                publisher.publish(store(number, number - 1))
+
+            def blocks() -> list[int]:
+                return [int(b) for e in seen if isinstance(e, BlocksStored) for b in e.blocks]
+
+            await until(lambda: len(blocks()) >= 60, "followed live")
+            assert blocks() == list(range(60))
+        finally:
+            feed.close()
+            context.destroy(linger=0)
+            publisher.shutdown()
+
+    run(scenario())
+
+
+# -- prompts --------------------------------------------------------------------------------------
+
+
+def rules() -> PromptRules:
+    return PromptRules(served_name="m", block_tokens=4, context_tokens=CONTEXT_TOKENS)
+
+
+class SglangChat:
+    """``OpenAIServingChat`` with a tokenizer and a template, without an engine behind it."""
+
+    def __init__(self, directory: Path) -> None:
+        from collections import OrderedDict
+
+        from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+        from sglang.srt.parser.template_manager import TemplateManager
+        from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+
+        self.tokenizer = get_tokenizer(str(directory))
+        manager = SimpleNamespace(
+            tokenizer=self.tokenizer,
+            processor=None,
+            served_model_name="m",
+            model_config=SimpleNamespace(
+                hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"], model_type="llama"),
+                is_multimodal=False,
+            ),
+        )
+        templates = TemplateManager()
+        templates.load_chat_template(manager, None, str(directory))
+        chat = OpenAIServingChat.__new__(OpenAIServingChat)
+        chat.tokenizer_manager, chat.template_manager = manager, templates
+        chat.reasoning_parser = chat.tool_call_parser = chat.chat_encoding_spec = None
+        chat._encoding_adapter = chat._reasoning_detector = None
+        chat.default_chat_template_kwargs = {}
+        chat.is_gpt_oss = chat.is_gemma4 = chat.is_minimax_m3 = False
+        chat._tokenizer_auto_adds_specials = len(self.tokenizer.encode("")) > 0
+        chat._prompt_text_round_trip_is_lossy = chat._probe_prompt_text_round_trip()
+        chat._chat_template_cache = OrderedDict()
+        self._chat = chat
+
+    def prompt_ids(self, body: bytes) -> list[int]:
+        """What SGLang would prefill for the body; whatever it raises for one it refuses."""
+        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest.model_validate(orjson.loads(body))
+        if "reasoning_effort" in (request.chat_template_kwargs or {}):  # as in conversion
+            request.reasoning_effort = request.chat_template_kwargs.pop("reasoning_effort")
+        return list(self._chat._process_messages(request, is_multimodal=False).prompt_ids)
+
+
+@pytest.fixture(scope="module", params=list(TEMPLATES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / request.param
+    return write_model(directory, TEMPLATES[request.param])
+
+
+@pytest.fixture(scope="module")
+def sglang_chat(model: Path) -> SglangChat:
+    return SglangChat(model)
+
+
+@pytest.mark.parametrize("name", list(REQUESTS))
+def test_chat_prompts(name: str, model: Path, sglang_chat: SglangChat) -> None:
+    body = orjson.dumps({"model": "m", **REQUESTS[name]})
+    prompt = tokenise(parse(Endpoint.CHAT, body), load(str(model), None), rules())
+    try:
+        expected = sglang_chat.prompt_ids(body)
+    except ValueError:
+        assert not prompt.exact, "SGLang refuses it, so nothing can be exact"
+        return
+    assert prompt.exact, prompt.reason
+    assert prompt.input_tokens == len(expected)
+    assert prompt.blocks == block_hashes(expected, 4)
+
+
+def test_every_request_is_served_by_some_template(tmp_path: Path) -> None:
+    """Guards the test above: refusals must not hide a case on every template."""
+    served = set()
+    for name, source in TEMPLATES.items():
+        tokenizer = load(str(write_model(tmp_path / name, source)), None)
+        for case, fields in REQUESTS.items():
+            request = parse(Endpoint.CHAT, orjson.dumps(fields))
+            if tokenise(request, tokenizer, rules()).exact:
+                served.add(case)
+    assert served == set(REQUESTS)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True},
+        {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False},
+        {"tokenizer_class": "LlamaTokenizerFast"},
+        {"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": True},
+    ],
+    ids=["generic", "llama with bos", "llama without bos", "llama default", "qwen2"],
+)
+@pytest.mark.parametrize("text", ["", "hello", SENTENCES], ids=["empty", "word", "sentences"])
+def test_text_prompts(config: dict[str, Any], text: str, tmp_path: Path) -> None:
+    from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+
+    directory = write_model(tmp_path / "m", TEMPLATES["smol"], **config)
+    expected = list(get_tokenizer(str(directory)).encode(text))
+    assert load(str(directory), None).tokenizer.encode(text).ids == expected
+
+
+def test_the_embedded_model(embedded_model_path: str) -> None:
+    chat, mine = SglangChat(Path(embedded_model_path)), load(embedded_model_path, None)
+    for fields in REQUESTS.values():
+        body = orjson.dumps(fields)
+        prompt = tokenise(parse(Endpoint.CHAT, body), mine, rules())
+        try:
+            expected = chat.prompt_ids(body)
+        except (ValueError, TypeError):
+            assert not prompt.exact
+            continue
+        assert prompt.blocks == block_hashes(expected, 4)
+    for text in (SENTENCES, "x" * 3000, "  spaces   \n"):
+        request = parse(Endpoint.GENERATE, orjson.dumps({"text": text}))
+        expected = chat.tokenizer.encode(text)
+        assert tokenise(request, mine, rules()).blocks == block_hashes(expected, 4)
+
+
+# -- what the routing headers rely on -------------------------------------------------------------
+
+
+def test_the_override_headers_exist_and_batches_are_named_as_expected() -> None:
+    from sglang.srt.entrypoints.request_headers import _HEADER_OVERRIDES
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from vertumnus_router.io.forwarding import engine_rids, routing
+
+    known = {name.decode() for name, _ in routing(0, "r", b"x")}
+    assert {"x-override-rid", "x-override-routed-dp-rank"} <= known & set(_HEADER_OVERRIDES)
+    for body in ({"text": ["a", "b"]}, {"input_ids": [[1], [2], [3]]}, {"text": ["a"]}):
+        request = parse(Endpoint.GENERATE, orjson.dumps(body))
+        engine = GenerateReqInput(**body, rid="abc", sampling_params={})
+        engine.normalize_batch_and_arguments()
+        assert engine_rids("abc", request.engine_items) == engine.rid
+    engine = GenerateReqInput(text="a", rid="abc", sampling_params={})
+    engine.normalize_batch_and_arguments()
+    request = parse(Endpoint.GENERATE, orjson.dumps({"text": "a"}))
+    assert engine_rids("abc", request.engine_items) == [engine.rid]
