@@ -75,7 +75,7 @@ class Placement:
         if least is None:
             return 0.0
         candidates = self._policy.candidates(self._membership)
-        cached = max((self._cached_tokens(entry, c) for c in candidates), default=0)
+        cached = max(self._cached_tokens(entry, candidates), default=0)
         uncached = max(1, entry.request.input_tokens - cached)
         return least * self._model.service_s(least, uncached, cached)
 
@@ -86,17 +86,22 @@ class Placement:
             entry.match_version = self._index.version
         return entry.match
 
-    def _cached_tokens(self, entry: Entry, candidate: Candidate) -> int:
-        """P at the candidate: whole blocks that all its ranks hold, or will where the policy
+    def _cached_tokens(self, entry: Entry, candidates: Iterable[Candidate]) -> list[int]:
+        """P at each candidate: whole blocks that all its ranks hold, or will where the policy
         counts those, short of the last token, which is always computed."""
-        blocks, block_tokens = entry.request.blocks, candidate.pool.block_tokens
-        depth = self._match(entry).depth(candidate.ranks)
-        if self._policy.counts_in_flight:
-            in_flight = self._ledger.in_flight(candidate.id)
-            while depth < len(blocks) and blocks[depth] in in_flight:
-                depth += 1
-        usable = (entry.request.input_tokens - 1) // block_tokens * block_tokens
-        return max(0, min(depth * block_tokens, usable))
+        match, blocks = self._match(entry), entry.request.blocks
+        before_last = max(0, entry.request.input_tokens - 1)
+        counts_in_flight = self._policy.counts_in_flight
+        found = []
+        for candidate in candidates:
+            block_tokens = candidate.pool.block_tokens
+            depth = match.depth(candidate.ranks)
+            if counts_in_flight and depth < len(blocks):
+                in_flight = self._ledger.in_flight(candidate.id)
+                while depth < len(blocks) and blocks[depth] in in_flight:
+                    depth += 1
+            found.append(min(depth, before_last // block_tokens) * block_tokens)
+        return found
 
     def quotes(self, entry: Entry, lanes: Sequence[Lane]) -> list[Quote]:
         """A price from every eligible lane, the choice first, the others by rising price."""
@@ -108,11 +113,12 @@ class Placement:
         service_s = self._model.service_s
         terms: dict[tuple[int, int], tuple[float, float]] = {}
         quotes = []
-        for lane in lanes:
+        cached_at = self._cached_tokens(entry, (lane.candidate for lane in lanes))
+        for lane, cached in zip(lanes, cached_at, strict=True):
             candidate = lane.candidate
             if not self.can_take(entry, candidate):
                 continue
-            degree, cached = candidate.degree, self._cached_tokens(entry, candidate)
+            degree = candidate.degree
             uncached = max(1, request.input_tokens - cached)
             known = terms.get((degree, cached))
             if known is None:
