@@ -270,6 +270,7 @@ class Dispatched(TorchDispatchMode):  # type: ignore[misc]
         self._multiply_adds = 2 * query_heads * head_dim
         self._work = 0
         self.gathers = 0
+        self.widest_scores = 0
 
     @property
     def scores(self) -> float:
@@ -280,6 +281,7 @@ class Dispatched(TorchDispatchMode):  # type: ignore[misc]
         if name in ("bmm", "baddbmm", "mm", "addmm"):
             a, b = args[-2:]
             self._work += a.numel() * b.shape[-1]
+            self.widest_scores = max(self.widest_scores, b.shape[-1])
         elif "attention" in name:
             q, k, v = args[:3]
             self._work += q.shape[:-1].numel() * k.shape[2] * (q.shape[-1] + v.shape[-1])
@@ -322,6 +324,13 @@ def test_dispatched_work_is_the_unmasked_scores(heads: tuple[int, int], dtype: t
             unmasked = n * m - n * (n - 1) / 2
             # Half a tile of 64 keys per query is the price of the masked squares.
             assert unmasked <= counted.scores <= unmasked + 32 * n, (n, prefix)
+
+
+def test_scores_of_a_long_prefix_are_never_materialised() -> None:
+    for n in (2, 100, 1500):
+        m = n + 4096
+        counted = dispatched([(n, m)], torch.arange(m), torch.float32, (4, 1))
+        assert counted.widest_scores <= 1024
 
 
 @pytest.mark.parametrize("degree", [2, 4])
