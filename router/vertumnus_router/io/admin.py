@@ -1,7 +1,6 @@
 """Everything but inference: health, what is served, who serves, why, and metrics."""
 
 import asyncio
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from starlette.exceptions import HTTPException
 
 from vertumnus_router.core.effects import Decision
 from vertumnus_router.core.snapshot import WorkerSnapshot
-from vertumnus_router.core.types import RequestId
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.asgi import App, ClientGone, Receive, Scope, Send, read_body
 from vertumnus_router.io.client_request import endpoint_of, parse
@@ -102,7 +100,7 @@ def _admin(router: Router) -> FastAPI:
         endpoint = endpoint_of(_object(body))
         asked = parse(endpoint, body)
         router.model.check(asked.model)
-        described = await router.hot.describe(asked, RequestId(uuid.uuid4().hex))
+        described = await router.hot.describe(asked, router.hot.new_id())
         decision = router.core.explain(described, router.clock.now())
         return _json(
             {

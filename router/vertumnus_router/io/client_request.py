@@ -21,13 +21,12 @@ class Endpoint(Enum):
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
     """``engine_items`` is the number of engine requests ``RID_0 … RID_n-1`` that SGLang makes
-    of it, None when it is a single one under the request id itself. ``samples`` is ``n``."""
+    of it, None when it is a single one under the request id itself."""
 
     endpoint: Endpoint
     fields: dict[str, Any]
     body_bytes: int
     engine_items: int | None
-    samples: int
     priority: int
 
     @property
@@ -69,14 +68,11 @@ def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
     if not isinstance(fields, dict):
         raise ApiError(400, "invalid_json", "the body must be a JSON object")
     _require_prompt(endpoint, fields)
-    samples = _samples(endpoint, fields)
-    prompts = prompt_count(endpoint, fields)
     return ClientRequest(
         endpoint=endpoint,
         fields=fields,
         body_bytes=len(body),
-        engine_items=prompts,
-        samples=samples,
+        engine_items=prompt_count(endpoint, fields),
         priority=_integer(fields.get("priority")),
     )
 
@@ -125,11 +121,6 @@ def _require_prompt(endpoint: Endpoint, fields: dict[str, Any]) -> None:
         case Endpoint.GENERATE:
             if all(fields.get(name) is None for name in ("text", "input_ids", "input_embeds")):
                 raise ApiError(400, "missing_prompt", "give text or input_ids", param="text")
-
-
-def _samples(endpoint: Endpoint, fields: dict[str, Any]) -> int:
-    source = _sampling(fields) if endpoint is Endpoint.GENERATE else fields
-    return _positive(source.get("n")) or 1
 
 
 def _sampling(fields: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ byte of an answer, so until then an attempt can fail and another one follow.
 """
 
 import asyncio
+import logging
 from typing import Protocol
 
 from vertumnus_router.clock import Clock
@@ -21,14 +22,15 @@ from vertumnus_router.core.events import (
 )
 from vertumnus_router.core.types import PoolId, Request, RequestId
 from vertumnus_router.io.api_errors import ApiError, in_openai_shape
-from vertumnus_router.io.asgi import Headers, Receive, Scope, Send, respond, respond_error
-from vertumnus_router.io.client_request import Endpoint
+from vertumnus_router.io.asgi import Headers, Receive, Send, respond, respond_error
 from vertumnus_router.io.control_loop import ControlLoop
 from vertumnus_router.io.forwarding import engine_rid, engine_rids, routing, to_client
 from vertumnus_router.io.mailbox import Mailbox
 from vertumnus_router.io.metrics import RouterMetrics
 from vertumnus_router.io.upstream import Body, Broken, Call, End, Front, Head, Message
 from vertumnus_router.protocol import PrefillDone
+
+log = logging.getLogger(__name__)
 
 #: An error body of the engine that is longer than this is cut.
 _ERROR_BYTES = 64 * 1024
@@ -61,7 +63,6 @@ class Exchange:
         self,
         *,
         request: Request,
-        endpoint: Endpoint,
         engine_items: int | None,
         arrived_s: float,
         target: bytes,
@@ -72,11 +73,12 @@ class Exchange:
         fronts: Fronts,
         metrics: RouterMetrics,
         clock: Clock,
+        receive: Receive,
+        send: Send,
     ) -> None:
         self.request = request
         self.dispatch: Dispatch | None = None
         self.mailbox: Mailbox[Effect | Message | Gone] = Mailbox()
-        self._endpoint = endpoint
         self._engine_items = engine_items
         self._arrived_s = arrived_s
         self._target = target
@@ -87,7 +89,8 @@ class Exchange:
         self._fronts = fronts
         self._metrics = metrics
         self._clock = clock
-        self._send: Send | None = None
+        self._receive = receive
+        self._send = send
         self._call: Call | None = None
         self._status = 0
         self._answer_headers: Headers = []
@@ -96,28 +99,31 @@ class Exchange:
         self._is_event_stream = False
         self._prefilled = 0
         self._over = False
+        self._started = False
 
     @property
     def id(self) -> RequestId:
         return self.request.id
 
-    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(self) -> None:
         """Serve the request. A cancelled task (the router stops) leaves nothing behind."""
-        self._send = send
         self._control.own(self.id, self.mailbox.put)
-        watch = asyncio.create_task(self._watch(receive))
+        watch = asyncio.create_task(self._watch())
         try:
             self._control.feed(RequestArrived(self.request))
             while not self._over:
                 await self._take(await self.mailbox.get())
+        except Exception:
+            log.exception("request %s failed inside the router", self.id)
+            await self._give_up()
         finally:
             watch.cancel()
             if not self._over:
                 self._cancel("stopped")
             self._control.disown(self.id)
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
             pass
         self.mailbox.put(Gone())
 
@@ -183,6 +189,7 @@ class Exchange:
         self.dispatch = dispatch
         self._status, self._answer_headers, self._error_body = 0, [], b""
         self._prefilled = 0
+        log.debug("dispatch %s", dispatch)
         waited_s = self._clock.now() - self._arrived_s
         self._metrics.dispatched(dispatch.decision.chosen, dispatch.attempt, waited_s)
         front = self._fronts.front(dispatch.pool)
@@ -204,7 +211,6 @@ class Exchange:
             return
         if not self._streamed:
             await self._start_answer()
-        assert self._send is not None
         await self._send({"type": "http.response.body", "body": body.data, "more_body": True})
         body.call.consumed(len(body.data))
 
@@ -214,7 +220,7 @@ class Exchange:
         self._streamed = True
         self._body, self._headers = b"", []
         dispatch = self.dispatch
-        assert dispatch is not None and self._send is not None
+        assert dispatch is not None
         headers = to_client(self._answer_headers)
         self._is_event_stream = any(
             name == b"content-type" and value.startswith(_EVENTS) for name, value in headers
@@ -223,6 +229,7 @@ class Exchange:
             self._metrics.first_byte(dispatch.decision.chosen, self._clock.now() - self._arrived_s)
         if not self._prefilled:
             self._control.feed(PrefillFinished(self.id, dispatch.worker))
+        self._started = True
         await self._send(
             {
                 "type": "http.response.start",
@@ -236,7 +243,6 @@ class Exchange:
         if self._status < 400:
             if not self._streamed:
                 await self._start_answer()
-            assert self._send is not None
             self._finish("ok")
             self._control.feed(RequestFinished(self.id))
             await self._send({"type": "http.response.body", "body": b""})
@@ -265,12 +271,13 @@ class Exchange:
         engine_said = 400 <= self._status < 500 and self._status != 429 and self._error_body
         self._drop_call()
         self._finish("client_error" if engine_said else reject.code)
-        assert self._send is not None
         headers = [_RETRY_AFTER] if reject.status in (429, 503) else []
         error = ApiError(reject.status, reject.code, reject.message, headers=headers)
         if self._streamed:
             await self._break_off(error)
-        elif engine_said:
+            return
+        self._started = True
+        if engine_said:
             body = in_openai_shape(self._status, self._error_body)
             await respond(self._send, self._status, body, self._answer_marks(), _JSON)
         else:
@@ -279,7 +286,6 @@ class Exchange:
     async def _break_off(self, error: ApiError) -> None:
         """The answer is cut: a stream of events can say so; any other is left incomplete, upon
         which the server closes the connection."""
-        assert self._send is not None
         if not self._is_event_stream:
             return
         event = b"\n\ndata: " + error.body() + b"\n\n"
@@ -299,6 +305,14 @@ class Exchange:
         call.abandon()
         rid = engine_rid(self.id, self.dispatch.attempt)
         self._fronts.abort(self.dispatch.pool, engine_rids(rid, self._engine_items))
+
+    async def _give_up(self) -> None:
+        """A fault of the router itself: the client still gets an answer, or a closed stream."""
+        if not self._over:
+            self._cancel("error")
+        if not self._started:
+            error = ApiError(500, "internal_error", "the router failed; see its log")
+            await respond_error(self._send, error, self._answer_marks())
 
     def _finish(self, outcome: str) -> None:
         self._over = True

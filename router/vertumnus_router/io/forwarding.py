@@ -59,7 +59,11 @@ def attempt_of(rid: str) -> int | None:
 
 
 def engine_rids(rid: str, items: int | None) -> list[str]:
-    """Every id that the engine knows an attempt by (``GenerateReqInput._normalize_rid``)."""
+    """Every id that the engine knows an attempt by (``GenerateReqInput._normalize_rid``).
+
+    The samples of one prompt (``n`` above 1) get ids of the engine's own: those end when the
+    engine notices that the connection is closed.
+    """
     return [rid] if items is None else [f"{rid}_{item}" for item in range(items)]
 
 

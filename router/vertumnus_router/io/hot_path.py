@@ -1,6 +1,7 @@
 """The inference endpoints as plain ASGI: read, check, tokenise, hand over to an exchange."""
 
-import uuid
+import logging
+import random
 from collections.abc import Iterable
 
 from vertumnus_router.clock import Clock
@@ -8,7 +9,6 @@ from vertumnus_router.core.types import Request, RequestId
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.asgi import (
     ClientGone,
-    Headers,
     Receive,
     Scope,
     Send,
@@ -23,6 +23,8 @@ from vertumnus_router.io.forwarding import request_key, to_front
 from vertumnus_router.io.metrics import RouterMetrics
 from vertumnus_router.io.served_model import ServedModel
 from vertumnus_router.io.tokenize import TokenizeService
+
+log = logging.getLogger(__name__)
 
 _METHODS = {
     Endpoint.CHAT: ("POST",),
@@ -45,6 +47,7 @@ class HotPath:
         metrics: RouterMetrics,
         clock: Clock,
         body_bytes: int,
+        source: random.Random,
     ) -> None:
         self._control = control
         self._fronts = fronts
@@ -53,6 +56,7 @@ class HotPath:
         self._metrics = metrics
         self._clock = clock
         self._body_bytes = body_bytes
+        self._source = source
         self._live: dict[str, Exchange] = {}
         self.stopping = False
 
@@ -64,9 +68,13 @@ class HotPath:
     def live(self) -> Iterable[Exchange]:
         return self._live.values()
 
+    def new_id(self) -> RequestId:
+        """32 hex digits, of which a few fewer name the request in all its attempts."""
+        return RequestId(f"{self._source.getrandbits(128):032x}")
+
     async def serve(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = self._clock.now()
-        request_id = uuid.uuid4().hex
+        request_id = self.new_id()
         client_id = _client_id(scope, request_id)
         try:
             if scope["method"] not in _METHODS[endpoint]:
@@ -76,16 +84,16 @@ class HotPath:
             body = await read_body(scope, receive, self._body_bytes)
             asked = parse(endpoint, body)
             self._model.check(asked.model)
-            request = await self.describe(asked, RequestId(request_id))
+            request = await self.describe(asked, request_id)
         except ClientGone:
             return
-        except ApiError as error:
+        except Exception as exc:
+            error = exc if isinstance(exc, ApiError) else _internal(exc)
             self._metrics.ended(None, error.code)
             await respond_error(send, error, [(b"x-request-id", client_id)])
             return
         exchange = Exchange(
             request=request,
-            endpoint=endpoint,
             engine_items=asked.engine_items,
             arrived_s=arrived_s,
             target=_target(endpoint, scope),
@@ -96,12 +104,14 @@ class HotPath:
             fronts=self._fronts,
             metrics=self._metrics,
             clock=self._clock,
+            receive=receive,
+            send=send,
         )
         del body, asked  # the exchange drops the body once it cannot be needed again
         key = request_key(request_id)
         self._live[key] = exchange
         try:
-            await exchange.run(scope, receive, send)
+            await exchange.run()
         finally:
             del self._live[key]
 
@@ -120,6 +130,11 @@ class HotPath:
         )
 
 
+def _internal(exc: Exception) -> ApiError:
+    log.error("a request failed inside the router", exc_info=exc)
+    return ApiError(500, "internal_error", "the router failed; see its log")
+
+
 def _client_id(scope: Scope, request_id: str) -> bytes:
     given = header(scope, b"x-request-id")
     return given if given and len(given) <= _CLIENT_ID_BYTES else request_id.encode()
@@ -129,6 +144,3 @@ def _target(endpoint: Endpoint, scope: Scope) -> bytes:
     query: bytes = scope.get("query_string", b"")
     path = endpoint.value.encode()
     return path + b"?" + query if query else path
-
-
-__all__ = ["Headers", "HotPath"]

@@ -30,7 +30,7 @@ from vertumnus_router.protocol import (
 log = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 2.0
-_BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+_BACKOFF_S = (0.1, 0.2, 0.5)
 #: Probes that may go unanswered in a row while no rank reports either.
 _MISSED_PROBES = 3
 _WILDCARDS = (None, "", "*", "0.0.0.0", "::", "[::]")

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -63,6 +64,7 @@ class Router:
             metrics=self.metrics,
             clock=clock,
             body_bytes=limits.body_bytes,
+            source=random.Random(),
         )
         self._fronts: dict[PoolId, tuple[Front, PoolLink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()

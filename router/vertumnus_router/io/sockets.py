@@ -51,7 +51,12 @@ class SocketReader:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_frames(frames)
+            try:
+                self._on_frames(frames)
+            except BaseException:
+                # What is left must not wait for an edge that has been used up.
+                self._loop.call_soon(self._drain)
+                raise
         self._loop.call_soon(self._drain)
 
 

@@ -236,3 +236,26 @@ def test_bytes_that_are_not_http_only_cost_their_connection() -> None:
                 assert response.status == 200
 
     run(scenario())
+
+
+def test_a_fault_of_the_router_itself_is_answered_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url) as it:
+            await it.ready()
+            monkeypatch.setattr(it.router, "front", lambda pool: 1 / 0)
+            async with await it.chat() as response:
+                assert response.status == 500
+                error = await it.error(response)
+            assert error["code"] == "internal_error"
+            assert it.settled()
+            monkeypatch.setattr(it.router.model, "output_tokens", lambda asked, tokens: 1 / 0)
+            async with await it.chat() as response:
+                assert response.status == 500
+                await it.error(response)
+            monkeypatch.undo()
+            async with await it.chat() as response:
+                assert response.status == 200
+
+    run(scenario())
