@@ -174,6 +174,12 @@ def test_stopping_lets_streams_end_and_turns_new_requests_away() -> None:
             it.stop.set()
             await until(lambda: it.router.hot.stopping, "stopping")
             assert it.router.not_ready() == ["the router is stopping"]
+            while True:  # until the listening socket is closed too
+                try:
+                    async with await it.chat() as refused:
+                        assert refused.status == 503
+                except aiohttp.ClientConnectorError:
+                    break
             rest = await response.read()
             assert rest.endswith(b"data: [DONE]\n\n")
 
