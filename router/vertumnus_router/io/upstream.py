@@ -295,7 +295,8 @@ class _Connection(asyncio.Protocol):
             self._call.deliver(Head(self._call, status, self._headers))
 
     def on_body(self, body: bytes) -> None:
-        self._parts.append(body)
+        if not self._complete:
+            self._parts.append(body)
 
     def on_message_complete(self) -> None:
         if self._head_delivered:
