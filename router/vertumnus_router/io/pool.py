@@ -126,6 +126,8 @@ class PoolLink:
                 timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S),
             ) as answer:
                 body = await answer.read()
+                if answer.status == 503:
+                    return f"not ready: {body[:200].decode('utf-8', 'replace').strip()}"
                 if answer.status != 200:
                     return f"GET /vertumnus/pool answers {answer.status}: is this a pool?"
             return protocol.decode_description(body)

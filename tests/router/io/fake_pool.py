@@ -237,6 +237,7 @@ class FakePool:
         self.running: set[str] = set()
         self.ranks: list[FakeRank] = []
         self.beating = True
+        self.starting = False
         self._beat_s = beat_s
         self._aborts: dict[str, asyncio.Event] = {}
         self._context = zmq.Context()
@@ -350,6 +351,8 @@ class FakePool:
             await asyncio.sleep(self._beat_s)
 
     async def _describe(self, _: web.Request) -> web.Response:
+        if self.starting:
+            return web.Response(status=503, text="the pool is starting")
         return web.Response(
             body=msgspec.json.encode(self.description), content_type="application/json"
         )

@@ -253,6 +253,18 @@ def test_something_that_is_no_pool_is_named() -> None:
     run(scenario())
 
 
+def test_a_pool_that_is_starting_is_waited_for_in_its_own_words() -> None:
+    async def scenario() -> None:
+        async with FakePool(1) as pool:
+            pool.starting = True
+            async with running(pool.url) as it:
+                await until(lambda: "is starting" in str(it.router.pools[0].trouble), "said so")
+                pool.starting = False
+                await it.ready()
+
+    run(scenario())
+
+
 def test_readiness_waits_for_the_index_but_not_for_ever() -> None:
     async def scenario() -> None:
         async with FakePool(1) as pool:
