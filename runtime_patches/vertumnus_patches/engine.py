@@ -260,7 +260,7 @@ def apply_geometry(scheduler: Any, *, group: CpGroup | None) -> None:
     scheduler.attn_cp_group = members
     scheduler.attn_cp_cpu_group = members.cpu_group
     if hasattr(scheduler.tree_cache, "attn_cp_group"):
-        scheduler.tree_cache.attn_cp_group = members
+        scheduler.tree_cache.attn_cp_group = members.cpu_group  # a process group, there
     grammar = scheduler.grammar_manager
     grammar.grammar_sync_group = members.cpu_group
     grammar.grammar_sync_size = members.world_size

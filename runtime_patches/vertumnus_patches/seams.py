@@ -71,6 +71,11 @@ class Seams:
         self._rank, self._controller, self._front = rank, controller, front
 
     @property
+    def are_bound(self) -> bool:
+        """Whether this process runs as part of a pool, patches and all."""
+        return self._rank is not None
+
+    @property
     def rank(self) -> RankSeam:
         return _bound(self._rank, "rank")
 
