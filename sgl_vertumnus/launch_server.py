@@ -4,6 +4,7 @@ The flags below are ours; every other flag goes to SGLang unchanged (``sglang se
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,10 +119,10 @@ def _device(passed: Sequence[str]) -> str:
 
 def _prepare_environment(config: PoolConfig) -> None:
     publish_pool_config(config)
+    # The router names rank and request id in headers, so that it never rewrites a body.
+    set_defaults({"SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": "1"})
     if config.device != "cpu":
         return
-    import os
-
     cores = sorted(os.sched_getaffinity(0))
     set_defaults(
         {

@@ -49,6 +49,7 @@ class PoolFront:
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
+        self.is_serving = False
         self.epoch = 0
         self.blocks: tuple[Block, ...] = tuple(Block(rank, 1) for rank in range(config.size))
 
@@ -64,6 +65,7 @@ class PoolFront:
         except RegroupRefused as exc:
             raise PoolStartError(str(exc)) from exc
         self._warm_up()
+        self.is_serving = True
 
     def regroup(self, blocks: tuple[Block, ...]) -> None:
         """Command every rank to serve in ``blocks`` and commit when all have followed.
@@ -125,11 +127,14 @@ class PoolFront:
             return payload
 
 
-def add_routes(app: Any, describe: Callable[[], PoolDescription]) -> None:
-    """Serve ``GET /vertumnus/pool`` on the front."""
+def add_routes(app: Any, front: PoolFront, describe: Callable[[], PoolDescription]) -> None:
+    """Serve ``GET /vertumnus/pool`` on the front; 503 until the pool serves."""
     import msgspec
     from fastapi import Response
 
     @app.get("/vertumnus/pool")  # type: ignore[untyped-decorator]
     async def pool() -> Response:
+        if not front.is_serving:
+            # A router that joined now would have its first requests flushed by the warm-up.
+            return Response(b"the pool is starting", status_code=503, media_type="text/plain")
         return Response(msgspec.json.encode(describe()), media_type="application/json")

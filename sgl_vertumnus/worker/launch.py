@@ -49,7 +49,7 @@ def serve(config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[st
     store = dist.TCPStore("127.0.0.1", config.ports.store, is_master=True, wait_for_workers=False)
     logger.info("rendezvous on port %d for %s", store.port, config)
     front = PoolFront(config, server.url(), server.admin_api_key or server.api_key)
-    add_routes(engine.http_app(), lambda: _describe(config, facts, engine.front_state()))
+    add_routes(engine.http_app(), front, lambda: _describe(config, facts, engine.front_state()))
     router = _start_router(server.url(), router_flags)
     try:
         engine.serve_http(server, start=front.start)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from vertumnus_patches import engine
 from vertumnus_patches.cp_group import CpGroup
-from vertumnus_patches.regroup_message import MalformedRegroup, read_regroup
-from vertumnus_router.lattice import Block, CompositionError
+from vertumnus_patches.regroup_message import MalformedRegroup
+from vertumnus_router.lattice import Block
 from vertumnus_router.protocol import (
     PROTOCOL_VERSION,
     PrefillFinished,
@@ -21,6 +21,7 @@ from vertumnus_router.protocol import (
 )
 
 from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.worker.command import Regroup, read_command
 from sgl_vertumnus.worker.exchange import Ingress, receive_step, send_step
 from sgl_vertumnus.worker.groups import build_groups, connect_store
 from sgl_vertumnus.worker.prefills import PrefillLog
@@ -119,40 +120,31 @@ class RankRuntime:
 
     def reconfigure(self, scheduler: Any, knobs: Mapping[str, float]) -> bool:
         """Move to the block that the command gives this rank. False leaves everything as is."""
-        if (refusal := self.can_regroup(scheduler, knobs)) is not None:
+        try:
+            command = read_command(self._config, knobs)
+        except MalformedRegroup as exc:
+            logger.warning("regroup refused: %s", exc)
+            return False
+        if (refusal := self.can_regroup(scheduler, command)) is not None:
             logger.warning("regroup refused: %s", refusal)
             return False
-        epoch, block = self._target(knobs)
+        block = command.block_of(self._rank)
         group = self._groups.get(block)
         engine.apply_geometry(scheduler, group=group)
         self._scheduler, self._group = scheduler, group
-        self._epoch, self._block = epoch, block
-        logger.info("epoch %d: rank %d serves in %s", epoch, self._rank, block)
+        self._epoch, self._block = command.epoch, block
+        logger.info("epoch %d: rank %d serves in %s", self._epoch, self._rank, block)
         if self._reporter is not None:
             self._reporter.beat()
         return True
 
-    def can_regroup(self, scheduler: Any, knobs: Mapping[str, float]) -> str | None:
+    def can_regroup(self, scheduler: Any, command: Regroup) -> str | None:
         """Why the command cannot be followed now, or None."""
-        try:
-            epoch, block = self._target(knobs)
-        except (MalformedRegroup, CompositionError) as exc:
-            return str(exc)
-        if epoch <= self._epoch:
-            return f"epoch {epoch} is not newer than {self._epoch}"
-        if block.degree > 1 and block not in self._groups:
-            return f"{block} is not in the lattice of degrees {self._config.degrees}"
+        if command.epoch <= self._epoch:
+            return f"epoch {command.epoch} is not newer than {self._epoch}"
         if not engine.is_idle(scheduler):
             return "requests are queued or running"
         return None
-
-    def _target(self, knobs: Mapping[str, float]) -> tuple[int, Block]:
-        epoch, blocks = read_regroup(knobs)
-        for first, degree in blocks:
-            block = Block(first, degree)
-            if self._rank in block:
-                return epoch, block
-        raise MalformedRegroup(f"no block for rank {self._rank} in {blocks}")
 
     # -- reports -------------------------------------------------------------
 

@@ -4,12 +4,16 @@ A thread of its own sends them, so that a forward step of many seconds does not 
 dead rank.
 """
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 
 import zmq
+from vertumnus_router.clock import WallClock
 from vertumnus_router.protocol import HEARTBEAT_S, Report, encode_report
+
+logger = logging.getLogger(__name__)
 
 
 class Reporter:
@@ -47,10 +51,26 @@ class Reporter:
         self._thread.join()
 
     def _run(self, socket: zmq.Socket[bytes]) -> None:
+        clock = WallClock()
+        due_s = clock.now() + HEARTBEAT_S
         while not self._stopped:
             try:
-                report = self._outbox.get(timeout=HEARTBEAT_S)
+                report = self._outbox.get(timeout=max(0.0, due_s - clock.now()))
             except queue.Empty:
                 report = None
-            socket.send_multipart(encode_report(report or self._heartbeat()))
+            if report is not None:
+                socket.send_multipart(encode_report(report))
+            # Also when reports keep coming: they do not carry the rank's state.
+            if report is None or clock.now() >= due_s:
+                self._send_heartbeat(socket)
+                due_s = clock.now() + HEARTBEAT_S
         socket.close()
+
+    def _send_heartbeat(self, socket: zmq.Socket[bytes]) -> None:
+        try:
+            frames = encode_report(self._heartbeat())
+        except Exception:
+            # It reads a scheduler that goes on working; a torn read must not silence the rank.
+            logger.exception("no heartbeat this time")
+        else:
+            socket.send_multipart(frames)

@@ -8,11 +8,11 @@ from typing import Any
 
 import zmq
 from vertumnus_patches import engine
-from vertumnus_patches.regroup_message import read_regroup
-from vertumnus_router.lattice import Block
+from vertumnus_patches.regroup_message import MalformedRegroup
 from vertumnus_router.protocol import RankLost, encode_report
 
 from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.worker.command import read_command
 from sgl_vertumnus.worker.groups import connect_store
 from sgl_vertumnus.worker.leaders import Leaders
 from sgl_vertumnus.worker.rank import pid_key
@@ -31,6 +31,7 @@ class Supervisor:
     def __init__(self, config: PoolConfig) -> None:
         self._config = config
         self._leaders = Leaders(config.size)
+        self._epoch = 0
         self._lost: zmq.Socket[bytes] | None = None
         self._pidfds: dict[int, int] = {}
 
@@ -60,10 +61,19 @@ class Supervisor:
 
     def on_control(self, controller: Any, message: Any) -> None:
         """Requests behind a regroup command go to the leaders that it names."""
-        if engine.is_regroup(message):
-            _, blocks = read_regroup(message.server_args)
-            self._leaders.regroup(Block(first, degree) for first, degree in blocks)
-            self._apply(controller)
+        if not engine.is_regroup(message):
+            return
+        try:
+            command = read_command(self._config, message.server_args)
+        except MalformedRegroup as exc:
+            logger.warning("regroup not followed: %s", exc)
+            return
+        if command.epoch <= self._epoch:
+            logger.warning("regroup not followed: epoch %d is not new", command.epoch)
+            return
+        self._epoch = command.epoch
+        self._leaders.regroup(command.blocks)
+        self._apply(controller)
 
     def _drain(
         self, controller: Any, inbox: zmq.Socket[bytes], to_front: zmq.Socket[bytes]
