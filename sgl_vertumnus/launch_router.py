@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vertumnus_patches.install import manifest
+from vertumnus_patches.patches import ALL_PATCHES
 from vertumnus_router.core.config import POLICIES, ConfigError, PolicyConfig
 from vertumnus_router.core.profile import ProfileError
 from vertumnus_router.io.config import Limits, RouterConfig
@@ -116,7 +118,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"longest wait while no worker could serve ({_POLICY.queue_timeout_s:g})",
     )
     add("--seed", type=int, default=_POLICY.seed, help="decides between equal workers")
-    add("--expected-manifest", help="refuse ranks that run other patches than this digest")
+    add(
+        "--expected-manifest",
+        default=manifest(ALL_PATCHES),
+        help="refuse ranks that run other patches than this digest (default: this "
+        "installation's, %(default)s)",
+    )
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
     add("--max-body-bytes", type=int, default=_LIMITS.body_bytes, help=f"({_LIMITS.body_bytes})")

@@ -28,14 +28,24 @@ def read_regroup(knobs: Mapping[str, float]) -> tuple[int, tuple[tuple[int, int]
         MalformedRegroup: when a name or value is none of a command.
     """
     try:
-        epoch = int(knobs[_EPOCH])
-        leaders = {name: value for name, value in knobs.items() if name != _EPOCH}
-        if not all(name.startswith(_LEADER) for name in leaders):
-            raise MalformedRegroup(f"unknown names in {sorted(knobs)}")
-        blocks = sorted((int(n.removeprefix(_LEADER)), int(d)) for n, d in leaders.items())
-    except (KeyError, ValueError) as exc:
+        epoch = _whole(knobs[_EPOCH])
+        blocks = [(_rank(name), _whole(degree)) for name, degree in knobs.items() if name != _EPOCH]
+    except (KeyError, ValueError, OverflowError) as exc:
         raise MalformedRegroup(f"not a regroup command: {dict(knobs)}") from exc
-    return epoch, tuple(blocks)
+    return epoch, tuple(sorted(blocks))
+
+
+def _rank(name: str) -> int:
+    digits = name.removeprefix(_LEADER)
+    if digits == name or not (digits.isascii() and digits.isdigit()):
+        raise ValueError(name)
+    return int(digits)
+
+
+def _whole(value: float) -> int:
+    if value != int(value):
+        raise ValueError(value)
+    return int(value)
 
 
 def is_regroup(message: Any) -> bool:

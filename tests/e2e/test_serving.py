@@ -16,7 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_vertumnus.demo.servers import Server, fetch, pool
+from sgl_vertumnus.demo.servers import Server, pool
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "SmolLM2-135M-Instruct"

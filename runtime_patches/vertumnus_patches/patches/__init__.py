@@ -3,6 +3,7 @@
 from vertumnus_patches.patches import (
     batch_finished,
     batch_started,
+    completion_headers,
     control,
     controller_leaders,
     controller_loop,
@@ -22,6 +23,7 @@ from vertumnus_patches.record import Patch
 ALL_PATCHES: tuple[Patch, ...] = (
     process_start.PATCH,
     shared_tokenizer.PATCH,
+    completion_headers.PATCH,
     controller_loop.PATCH,
     controller_leaders.PATCH,
     parallel_groups.PATCH,
