@@ -74,6 +74,8 @@ def resolve(patch: Patch) -> Callable[..., Any]:
         owner = pkgutil.resolve_name(owner_path)
     except (ImportError, AttributeError) as exc:
         raise PatchError(f"{owner_path} does not exist ({exc})") from exc
+    except Exception as exc:
+        raise PatchError(f"{owner_path} cannot be imported ({exc!r})") from exc
     raw = vars(owner).get(name)
     if raw is None:
         inherited = " (it is inherited)" if hasattr(owner, name) else ""

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,11 +49,16 @@ class Patch:
 
     @property
     def source_digest(self) -> str:
-        """Digest of our own hook, so that two installations can be told apart."""
-        return source_fingerprint(self.hook)
+        """Digest of our hook and of what stands in its file, so that two installations can be
+        told apart."""
+        source = inspect.getsource(sys.modules[self.hook.__module__])
+        return _digest(f"{self.hook.__qualname__}\n{source}")
 
 
 def source_fingerprint(function: Callable[..., Any]) -> str:
     """First 16 hex digits of the SHA-256 of the function's dedented source."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
+    return _digest(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -61,7 +61,11 @@ class RankRuntime:
         self._incarnation = secrets.token_hex(8)
         store = connect_store(self._config)
         store.set(pid_key(self._rank), str(os.getpid()))
-        device = torch.device("cpu" if self._config.device == "cpu" else "cuda")
+        on_cpu = self._config.device == "cpu"
+        if on_cpu:
+            # Upstream leaves this to kernels that exist on some CPUs only.
+            torch.set_num_threads(self._config.threads)
+        device = torch.device("cpu" if on_cpu else "cuda")
         self._groups = build_groups(self._config, self._rank, store, device)
         self._reporter = Reporter(
             self._config.host, self._config.ports.reports + self._rank, self._state
