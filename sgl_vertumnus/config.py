@@ -34,6 +34,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     composition: str
     host: str
     device: str
+    #: compute threads of a rank on a CPU pool
+    threads: int
     ports: Ports
 
     @property

@@ -96,6 +96,7 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
         composition=composition,
         host=options.host,
         device=_device(passed),
+        threads=max(1, len(os.sched_getaffinity(0)) // size),
         ports=Ports(
             kv_events=kv_events,
             kv_replay=kv_events + size,
@@ -123,19 +124,24 @@ def _prepare_environment(config: PoolConfig) -> None:
     set_defaults({"SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": "1"})
     if config.device != "cpu":
         return
-    cores = sorted(os.sched_getaffinity(0))
     set_defaults(
         {
             "SGLANG_PLATFORM": "vertumnus_cpu",
-            # One compute thread a rank; neighbours of a block sit on different cores.
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
-                str(cores[rank % len(cores)]) for rank in range(config.size)
+                _cores_of(config, r) for r in range(config.size)
             ),
-            "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TOKENIZERS_PARALLELISM": "false",
         }
     )
+
+
+def _cores_of(config: PoolConfig, rank: int) -> str:
+    """SGLang insists on a list of cores for each rank when there are more ranks than NUMA
+    nodes. Neighbours, which form the small blocks, get different cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    first = rank * config.threads
+    return ",".join(str(cores[(first + i) % len(cores)]) for i in range(config.threads))
 
 
 def _router_flags(options: argparse.Namespace) -> list[str] | None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 
 from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.cpu_dtype import faster_dtype
 
 KV_TOPIC = "kv-events"
 #: Batches kept for routers that join late or missed some; about 100 bytes and up each.
@@ -42,7 +43,7 @@ def _defaults(config: PoolConfig) -> list[tuple[str, ...]]:
             ("--device", "cpu"),
             ("--attention-backend", "torch_native"),
             ("--page-size", "16"),
-            ("--dtype", "float32"),
+            ("--dtype", faster_dtype()),
             # There is no second engine to overlap with on a CPU.
             ("--disable-overlap-schedule",),
         ]

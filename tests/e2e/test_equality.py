@@ -21,7 +21,10 @@ NEW_TOKENS = 8
 PAGE_TOKENS = 16
 #: Smaller than most prompts below, so that they are prefilled in chunks.
 CHUNK_TOKENS = 256
-FLAGS = ("--chunked-prefill-size", str(CHUNK_TOKENS), "--max-total-tokens", "32768")
+FLAGS = (
+    *("--chunked-prefill-size", str(CHUNK_TOKENS), "--max-total-tokens", "32768"),
+    *("--dtype", "float32"),
+)
 
 Prompt = tuple[int, ...]
 

@@ -30,7 +30,11 @@ def server(embedded_model_path: str) -> Iterator[Server]:
         size=4,
         degrees=(1, 2),
         composition="2x1,1x2",
-        flags=("--served-model-name", MODEL, "--max-total-tokens", "32768"),
+        flags=(
+            *("--served-model-name", MODEL, "--max-total-tokens", "32768"),
+            # So that two workers of different degrees say the same.
+            *("--dtype", "float32"),
+        ),
     ) as running:
         yield running
 
