@@ -144,7 +144,7 @@ def test_resolve_refuses_a_module_that_does_not_load(
 ) -> None:
     (tmp_path / "needs_a_gpu.py").write_text("raise RuntimeError('no GPU')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PatchError, match="cannot be imported.*no GPU"):
+    with pytest.raises(PatchError, match=r"cannot be imported.*no GPU"):
         resolve(patch_of("needs_a_gpu.function"))
 
 
