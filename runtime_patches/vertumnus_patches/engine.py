@@ -10,31 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from vertumnus_patches.cp_group import CpGroup
-from vertumnus_patches.regroup_message import is_regroup
 
 __all__ = [
     "FinishedPrefill",
     "FrontState",
     "Load",
     "ModelFacts",
-    "abort_unroutable",
     "apply_geometry",
     "data_parallel_rank",
-    "decode_requests",
-    "encode_requests",
     "front_state",
     "http_app",
     "is_extend",
     "is_idle",
-    "is_regroup",
     "load_of",
     "load_plugins",
     "model_facts",
     "parse_flags",
     "prefilled",
     "preload",
-    "receive",
-    "requests_in",
     "resolved_attention_backends",
     "serve_http",
 ]
@@ -268,34 +261,6 @@ def apply_geometry(scheduler: Any, *, group: CpGroup | None) -> None:
     grammar.is_grammar_sync_entry = members.is_first_rank
 
 
-def encode_requests(requests: Sequence[Any]) -> bytes:
-    """SGLang's own msgpack form of a list of messages; b"" for none.
-
-    Time stamps stay behind: SGLang pickles them, and only the leader reports times.
-    """
-    import msgspec
-    from sglang.srt.managers.io_struct import msgpack_encode
-
-    def without_times(request: Any) -> Any:
-        if getattr(request, "time_stats", None) is None:
-            return request
-        return msgspec.structs.replace(request, time_stats=None)
-
-    if not requests:
-        return b""
-    return msgspec.msgpack.encode([msgpack_encode(without_times(r)) for r in requests])
-
-
-def decode_requests(payload: bytes) -> list[Any]:
-    """The inverse of ``encode_requests``."""
-    import msgspec
-    from sglang.srt.managers.io_struct import msgpack_decode
-
-    if not payload:
-        return []
-    return [msgpack_decode(part) for part in msgspec.msgpack.decode(payload, type=list[bytes])]
-
-
 def is_extend(batch: Any) -> bool:
     """Whether the step is (a chunk of) a prefill."""
     return bool(batch.forward_mode.is_extend())
@@ -312,43 +277,3 @@ def prefilled(batch: Any) -> list[FinishedPrefill]:
         for request in batch.reqs
         if request.output_ids or request.finished()
     ]
-
-
-def receive(socket: Any) -> Any:
-    """The next message in ``socket``, or None when it is empty."""
-    import zmq
-    from sglang.srt.managers.io_struct import sock_recv
-
-    try:
-        return sock_recv(socket, zmq.NOBLOCK)
-    except zmq.Again:
-        return None
-
-
-def requests_in(message: Any) -> list[Any] | None:
-    """The requests that a message to the controller carries; None for a control message."""
-    from sglang.srt.managers.io_struct import (
-        BatchTokenizedEmbeddingReqInput,
-        BatchTokenizedGenerateReqInput,
-        TokenizedEmbeddingReqInput,
-        TokenizedGenerateReqInput,
-    )
-
-    if isinstance(message, (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)):
-        return [message]
-    if isinstance(message, (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)):
-        return list(message)
-    return None
-
-
-def abort_unroutable(socket: Any, request: Any, reason: str) -> None:
-    """Tell the front that no rank will ever answer ``request``."""
-    from sglang.srt.managers.io_struct import AbortReq, sock_send
-
-    abort = AbortReq(
-        rid=request.rid,
-        abort_message=reason,
-        finished_reason={"type": "abort", "message": reason, "status_code": 503},
-    )
-    abort.http_worker_ipc = request.http_worker_ipc
-    sock_send(socket, abort)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from vertumnus_patches.engine import decode_requests, encode_requests
+from vertumnus_patches.messages import decode_requests, encode_requests
 
 
 class Ingress:

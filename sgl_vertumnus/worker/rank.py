@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vertumnus_patches import engine
 from vertumnus_patches.cp_group import CpGroup
-from vertumnus_patches.regroup_message import MalformedRegroup
+from vertumnus_patches.regroup_message import MalformedRegroup, is_regroup
 from vertumnus_router.lattice import Block
 from vertumnus_router.protocol import (
     PROTOCOL_VERSION,
@@ -46,7 +46,7 @@ class RankRuntime:
         self._incarnation = ""
         self._groups: Mapping[Block, CpGroup] = {}
         self._group: CpGroup | None = None
-        self._ingress = Ingress(engine.is_regroup)
+        self._ingress = Ingress(is_regroup)
         self._prefills = PrefillLog()
         self._step_started_s: float | None = None
         self._scheduler: Any = None

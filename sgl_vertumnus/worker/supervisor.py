@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import zmq
-from vertumnus_patches import engine
-from vertumnus_patches.regroup_message import MalformedRegroup
+from vertumnus_patches import messages
+from vertumnus_patches.regroup_message import MalformedRegroup, is_regroup
 from vertumnus_router.protocol import RankLost, encode_report
 
 from sgl_vertumnus.config import PoolConfig
@@ -61,7 +61,7 @@ class Supervisor:
 
     def on_control(self, controller: Any, message: Any) -> None:
         """Requests behind a regroup command go to the leaders that it names."""
-        if not engine.is_regroup(message):
+        if not is_regroup(message):
             return
         try:
             command = read_command(self._config, message.server_args)
@@ -78,8 +78,8 @@ class Supervisor:
     def _drain(
         self, controller: Any, inbox: zmq.Socket[bytes], to_front: zmq.Socket[bytes]
     ) -> None:
-        while (message := engine.receive(inbox)) is not None:
-            requests = engine.requests_in(message)
+        while (message := messages.receive(inbox)) is not None:
+            requests = messages.requests_in(message)
             if requests is None:
                 self._send_control(controller, message)
                 continue
@@ -88,20 +88,30 @@ class Supervisor:
 
     def _dispatch(self, controller: Any, request: Any, to_front: zmq.Socket[bytes]) -> None:
         try:
+            request = messages.normalised(request)
             if request.routed_dp_rank is not None:
                 request.routed_dp_rank = self._leader_for(request.routed_dp_rank)
             elif not self._leaders.alive:
                 raise Unroutable("every worker of this pool has failed")
             controller.dispatching_with_trace(request)
-        except (Unroutable, zmq.Again) as exc:
-            logger.warning("request %s was not dispatched: %s", request.rid, exc)
-            engine.abort_unroutable(to_front, request, str(exc) or "its rank does not answer")
+        except messages.NotMirrorable as exc:
+            self._refuse(to_front, request, str(exc), status=400)
+        except Unroutable as exc:
+            self._refuse(to_front, request, str(exc), status=503)
+        except zmq.Again:
+            self._refuse(to_front, request, "its rank does not answer", status=503)
+
+    def _refuse(
+        self, to_front: zmq.Socket[bytes], request: Any, reason: str, *, status: int
+    ) -> None:
+        logger.warning("request %s was not dispatched: %s", request.rid, reason)
+        messages.abort_undispatched(to_front, request, reason, status=status)
 
     def _send_control(self, controller: Any, message: Any) -> None:
         try:
-            controller._request_dispatcher(message)
-        except zmq.Again:
-            logger.error("a rank does not take control messages: %s", type(message).__name__)
+            controller._request_dispatcher(messages.normalised(message))
+        except (messages.NotMirrorable, zmq.Again) as exc:
+            logger.error("control message %s was not sent: %s", type(message).__name__, exc)
 
     def _leader_for(self, rank: int) -> int:
         if not 0 <= rank < self._config.size:
