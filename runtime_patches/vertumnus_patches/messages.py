@@ -17,7 +17,7 @@ __all__ = [
     "requests_in",
 ]
 
-
+#: What msgspec and SGLang's hooks raise for a value that has no place in its field.
 _UNREADABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 
 
