@@ -19,6 +19,7 @@ __all__ = [
     "apply_geometry",
     "data_parallel_rank",
     "front_state",
+    "hidden_size",
     "http_app",
     "is_extend",
     "is_idle",
@@ -217,6 +218,11 @@ def data_parallel_rank() -> int:
 def is_idle(scheduler: Any) -> bool:
     """Whether no request is queued, running or being handed out."""
     return bool(scheduler.is_fully_idle())
+
+
+def hidden_size(scheduler: Any) -> int:
+    """Width of the model's hidden states."""
+    return int(scheduler.model_config.hidden_size)
 
 
 def load_of(scheduler: Any) -> Load:

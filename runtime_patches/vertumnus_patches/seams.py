@@ -28,6 +28,9 @@ class RankSeam(Protocol):
     def reconfigure(self, scheduler: Any, knobs: Mapping[str, float]) -> bool:
         """Apply a regroup command; False when it was refused."""
 
+    def shards(self, new_tokens: list[int], all_tokens: list[int], degree: int) -> bool:
+        """Whether a prefill step of these sequences is computed in parts."""
+
     def sync_token_ids(self, token_ids: Any) -> None:
         """Overwrite the sampled ids, shape [batch], with the leader's, in place."""
 

@@ -26,6 +26,7 @@ from sgl_vertumnus.worker.exchange import Ingress, receive_step, send_step
 from sgl_vertumnus.worker.groups import build_groups, connect_store
 from sgl_vertumnus.worker.prefills import PrefillLog
 from sgl_vertumnus.worker.reporter import Reporter
+from sgl_vertumnus.worker.sharding import is_worth_sharding
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,11 @@ class RankRuntime:
         if group is not None:
             send_step(step, group.cpu_group)
         return step
+
+    def shards(self, new_tokens: list[int], all_tokens: list[int], degree: int) -> bool:
+        return is_worth_sharding(
+            new_tokens, all_tokens, degree, engine.hidden_size(self._scheduler)
+        )
 
     def sync_token_ids(self, token_ids: torch.Tensor) -> None:
         if self._group is not None:

@@ -1,26 +1,28 @@
-"""Shard a batch over the CP group even when it holds very short prompts."""
+"""Shard a step over the CP group by its work, not by its shortest prompt."""
 
 from collections.abc import Callable
 from typing import Any
 
 from vertumnus_patches.record import Kind, Patch, Process
+from vertumnus_patches.seams import seams
 
 
-def shard_any_mixture(
+def shard_by_work(
     original: Callable[..., bool], strategy: Any, num_tokens: int, forward_batch: Any
 ) -> bool:
-    if original(strategy, num_tokens, forward_batch):
-        return True
-    lengths = getattr(forward_batch, "extend_seq_lens_cpu", None)
-    if lengths is None or not _is_torch_native():
-        return False
+    new_tokens = getattr(forward_batch, "extend_seq_lens_cpu", None)
+    if new_tokens is None or not _is_torch_native():
+        return original(strategy, num_tokens, forward_batch)
     mode = forward_batch.forward_mode
-    return (
-        strategy.cp_size > 1
-        and mode.is_context_parallel_extend()
-        and not mode.is_mixed()
-        # Below two tokens a rank, exchanging KV costs more than computing it everywhere.
-        and sum(map(int, lengths)) >= 2 * strategy.cp_size
+    if not mode.is_context_parallel_extend() or mode.is_mixed():
+        return False
+    # SGLang asks several times per step, also after it has built the metadata.
+    if forward_batch.attn_cp_metadata is not None:
+        return True
+    return seams.rank.shards(
+        [int(length) for length in new_tokens],
+        [int(length) for length in forward_batch.seq_lens_cpu],
+        strategy.cp_size,
     )
 
 
@@ -35,12 +37,13 @@ PATCH = Patch(
     id="short-prompts",
     target="sglang.srt.layers.cp.zigzag.ZigzagCPStrategy.can_apply",
     kind=Kind.AROUND,
-    hook=shard_any_mixture,
+    hook=shard_by_work,
     processes=(Process.RANK,),
     why="upstream drops the whole batch to replicated compute when one of its prompts has "
-    "fewer than 2 * C new tokens, so one short prompt costs all the others their speed-up",
+    "fewer than 2 * C new tokens, so one short prompt costs all the others their speed-up; and "
+    "it shards steps that are too small to gain from it",
     upstream="every sequence must fill its 2 * C segments",
-    remove_when="upstream allows empty zigzag segments",
+    remove_when="upstream allows empty zigzag segments and a smallest step",
     signature=("self", "num_tokens", "forward_batch"),
     fingerprint="8915ce04a8f36caf",
 )
