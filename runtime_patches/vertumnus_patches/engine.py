@@ -3,6 +3,8 @@
 Everything here reads or writes SGLang internals; the runtime itself names none.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 from collections.abc import Callable, Sequence

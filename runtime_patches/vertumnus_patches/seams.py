@@ -4,7 +4,7 @@ A process that bound nothing is an ordinary SGLang process; the patches are then
 installed, so an unbound seam is a mistake and raises.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 
@@ -30,6 +30,9 @@ class RankSeam(Protocol):
 
     def shards(self, new_tokens: list[int], all_tokens: list[int], degree: int) -> bool:
         """Whether a prefill step of these sequences is computed in parts."""
+
+    def compute_once(self, runner: Any, forward_batch: Any, compute: Callable[[], Any]) -> Any:
+        """The output of a forward step: ``compute()``, or what the leader's makes of it."""
 
     def sync_token_ids(self, token_ids: Any) -> None:
         """Overwrite the sampled ids, shape [batch], with the leader's, in place."""

@@ -4,11 +4,11 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from vertumnus_patches import engine
+from vertumnus_patches import engine, new_kv
 from vertumnus_patches.cp_group import CpGroup
 from vertumnus_patches.regroup_message import MalformedRegroup, is_regroup
 from vertumnus_router.lattice import Block
@@ -95,6 +95,19 @@ class RankRuntime:
         return is_worth_sharding(
             new_tokens, all_tokens, degree, engine.hidden_size(self._scheduler)
         )
+
+    def compute_once(self, runner: Any, forward_batch: Any, compute: Callable[[], Any]) -> Any:
+        group = self._group
+        if group is None or self._config.device != "cpu" or not new_kv.is_repeated(forward_batch):
+            return compute()
+        if group.is_first_rank:
+            output = compute()
+            group.broadcast_from_leader(new_kv.read_new_kv(runner, forward_batch))
+            return output
+        received = new_kv.empty_new_kv(runner, forward_batch)
+        group.broadcast_from_leader(received)
+        new_kv.write_new_kv(runner, forward_batch, received)
+        return new_kv.blank_output(runner, forward_batch)
 
     def sync_token_ids(self, token_ids: torch.Tensor) -> None:
         if self._group is not None:
