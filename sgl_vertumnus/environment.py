@@ -8,7 +8,7 @@ import msgspec
 from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.errors import ConfigurationError
 
-POOL_VARIABLE = "SGL_VERTUMNUS_POOL"
+POOL_VARIABLE = "VERTUMNUS_POOL"
 
 
 def pool_config() -> PoolConfig | None:

@@ -19,7 +19,7 @@ import msgspec
 from sgl_vertumnus.demo.progress import Progress, Quiet
 
 MANIFEST = "manifest.json"
-CACHE_VARIABLE = "SGL_VERTUMNUS_CACHE"
+CACHE_VARIABLE = "VERTUMNUS_CACHE"
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$SGL_VERTUMNUS_CACHE``, else ``sgl-vertumnus`` in the user's XDG cache directory."""
+    """``$VERTUMNUS_CACHE``, else ``sgl-vertumnus`` in the user's XDG cache directory."""
     chosen = environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen).expanduser()

@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from vertumnus_patches.messages import decode_requests, encode_requests
+
+from sgl_vertumnus.worker.stream import BlockStream
 
 
 class Ingress:
@@ -32,22 +32,11 @@ class Ingress:
         return step
 
 
-def send_step(requests: list[Any], group: dist.ProcessGroup) -> None:
-    """Leader's half of the exchange: SGLang's msgpack form, length first."""
-    payload = encode_requests(requests)
-    dist.broadcast(torch.tensor([len(payload)]), src=0, group=group)
-    if payload:
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        dist.broadcast(data, src=0, group=group)
+def send_step(requests: list[Any], stream: BlockStream) -> None:
+    """Leader's half of the exchange, in SGLang's msgpack form."""
+    stream.send(encode_requests(requests))
 
 
-def receive_step(group: dist.ProcessGroup) -> list[Any]:
+def receive_step(stream: BlockStream) -> list[Any]:
     """A member's half: blocks until the leader's step begins."""
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(length, src=0, group=group)
-    size = int(length)
-    if not size:
-        return []
-    data = torch.empty(size, dtype=torch.uint8)
-    dist.broadcast(data, src=0, group=group)
-    return decode_requests(data.numpy().tobytes())
+    return decode_requests(bytes(stream.receive()))

@@ -1,7 +1,8 @@
-"""The communicators of the lattice, as one rank sees them."""
+"""The connections of the lattice, as one rank sees them."""
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -10,6 +11,7 @@ from vertumnus_patches.cp_group import CpGroup
 from vertumnus_router.lattice import Block, lattice
 
 from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.worker.stream import BlockStream
 
 logger = logging.getLogger(__name__)
 
@@ -18,19 +20,28 @@ logger = logging.getLogger(__name__)
 GROUP_TIMEOUT = timedelta(minutes=30)
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What ties the ranks of one block together: ``group`` for the model's collectives,
+    ``stream`` for what the leader tells its members."""
+
+    group: CpGroup
+    stream: BlockStream
+
+
 def connect_store(config: PoolConfig) -> dist.TCPStore:
     """The rendezvous store that the pool's front keeps."""
-    return dist.TCPStore(config.host, config.ports.store, is_master=False)
+    return dist.TCPStore("127.0.0.1", config.ports.store, is_master=False)
 
 
-def build_groups(
+def build_links(
     config: PoolConfig, rank: int, store: dist.Store, device: torch.device
-) -> Mapping[Block, CpGroup]:
-    """Create and warm the group of every block of degree > 1 that ``rank`` belongs to.
+) -> Mapping[Block, Links]:
+    """Create and warm the links of every block of degree > 1 that ``rank`` belongs to.
 
     Collective over the ranks of each block; all ranks walk the lattice in the same order.
     """
-    groups: dict[Block, CpGroup] = {}
+    links: dict[Block, Links] = {}
     for block in lattice(config.size, config.degrees):
         if block.degree == 1 or rank not in block:
             continue
@@ -43,6 +54,6 @@ def build_groups(
             timeout=GROUP_TIMEOUT,
         )
         group.warm_up()
-        groups[block] = group
-    logger.info("CP groups ready: %s", ", ".join(f"{b.first}x{b.degree}" for b in groups))
-    return groups
+        links[block] = Links(group, BlockStream.join(config.pool_id, block, rank, store))
+    logger.info("CP groups ready: %s", ", ".join(f"{b.first}x{b.degree}" for b in links))
+    return links

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from vertumnus_patches import engine, new_kv
-from vertumnus_patches.cp_group import CpGroup
 from vertumnus_patches.regroup_message import MalformedRegroup, is_regroup
 from vertumnus_router.lattice import Block
 from vertumnus_router.protocol import (
@@ -23,7 +22,7 @@ from vertumnus_router.protocol import (
 from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.worker.command import Regroup, read_command
 from sgl_vertumnus.worker.exchange import Ingress, receive_step, send_step
-from sgl_vertumnus.worker.groups import build_groups, connect_store
+from sgl_vertumnus.worker.groups import Links, build_links, connect_store
 from sgl_vertumnus.worker.prefills import PrefillLog
 from sgl_vertumnus.worker.reporter import Reporter
 from sgl_vertumnus.worker.sharding import is_worth_sharding
@@ -41,12 +40,13 @@ class RankRuntime:
     def __init__(self, config: PoolConfig, manifest: str) -> None:
         self._config = config
         self._manifest = manifest
+        self._on_cpu = config.device == "cpu"
         self._epoch = 0
         self._rank = 0
         self._block = Block(0, 1)
         self._incarnation = ""
-        self._groups: Mapping[Block, CpGroup] = {}
-        self._group: CpGroup | None = None
+        self._lattice: Mapping[Block, Links] = {}
+        self._links: Links | None = None
         self._ingress = Ingress(is_regroup)
         self._prefills = PrefillLog()
         self._step_started_s: float | None = None
@@ -62,12 +62,11 @@ class RankRuntime:
         self._incarnation = secrets.token_hex(8)
         store = connect_store(self._config)
         store.set(pid_key(self._rank), str(os.getpid()))
-        on_cpu = self._config.device == "cpu"
-        if on_cpu:
+        if self._on_cpu:
             # Upstream leaves this to kernels that exist on some CPUs only.
             torch.set_num_threads(self._config.threads)
-        device = torch.device("cpu" if on_cpu else "cuda")
-        self._groups = build_groups(self._config, self._rank, store, device)
+        device = torch.device("cpu" if self._on_cpu else "cuda")
+        self._lattice = build_links(self._config, self._rank, store, device)
         self._reporter = Reporter(
             self._config.host, self._config.ports.reports + self._rank, self._state
         )
@@ -76,19 +75,19 @@ class RankRuntime:
 
     @property
     def is_member(self) -> bool:
-        return self._group is not None and not self._group.is_first_rank
+        return self._links is not None and self._rank != self._block.leader
 
     @property
     def may_sleep(self) -> bool:
         return not self.is_member and self._ingress.is_empty
 
     def exchange_requests(self, received: list[Any] | None) -> list[Any]:
-        group = self._group
-        if group is not None and not group.is_first_rank:
-            return receive_step(group.cpu_group)
+        links = self._links
+        if links is not None and self.is_member:
+            return receive_step(links.stream)
         step = self._ingress.take(received or [])
-        if group is not None:
-            send_step(step, group.cpu_group)
+        if links is not None:
+            send_step(step, links.stream)
         return step
 
     def shards(self, new_tokens: list[int], all_tokens: list[int], degree: int) -> bool:
@@ -97,21 +96,28 @@ class RankRuntime:
         )
 
     def compute_once(self, runner: Any, forward_batch: Any, compute: Callable[[], Any]) -> Any:
-        group = self._group
-        if group is None or self._config.device != "cpu" or not new_kv.is_repeated(forward_batch):
+        links = self._links
+        if links is None or not self._on_cpu or not new_kv.is_repeated(forward_batch):
             return compute()
-        if group.is_first_rank:
+        if not self.is_member:
             output = compute()
-            group.broadcast_from_leader(new_kv.read_new_kv(runner, forward_batch))
+            links.stream.send_tensor(new_kv.read_new_kv(runner, forward_batch))
             return output
         received = new_kv.empty_new_kv(runner, forward_batch)
-        group.broadcast_from_leader(received)
+        links.stream.receive_tensor(received)
         new_kv.write_new_kv(runner, forward_batch, received)
         return new_kv.blank_output(runner, forward_batch)
 
     def sync_token_ids(self, token_ids: torch.Tensor) -> None:
-        if self._group is not None:
-            self._group.broadcast_from_leader(token_ids)
+        links = self._links
+        if links is None:
+            return
+        if not self._on_cpu:
+            links.group.broadcast_from_leader(token_ids)
+        elif self.is_member:
+            links.stream.receive_tensor(token_ids)
+        else:
+            links.stream.send_tensor(token_ids)
 
     def on_batch_started(self, scheduler: Any, batch: Any) -> None:
         self._scheduler = scheduler
@@ -152,9 +158,9 @@ class RankRuntime:
             logger.warning("regroup refused: %s", refusal)
             return False
         block = command.block_of(self._rank)
-        group = self._groups.get(block)
-        engine.apply_geometry(scheduler, group=group)
-        self._scheduler, self._group = scheduler, group
+        links = self._lattice.get(block)
+        engine.apply_geometry(scheduler, group=links.group if links else None)
+        self._scheduler, self._links = scheduler, links
         self._epoch, self._block = command.epoch, block
         logger.info("epoch %d: rank %d serves in %s", self._epoch, self._rank, block)
         if self._reporter is not None:

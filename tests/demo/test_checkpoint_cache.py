@@ -117,10 +117,10 @@ def test_builders_of_the_same_directory_take_turns(target: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"SGL_VERTUMNUS_CACHE": "/a/b", "XDG_CACHE_HOME": "/x"}, Path("/a/b")),
+        ({"VERTUMNUS_CACHE": "/a/b", "XDG_CACHE_HOME": "/x"}, Path("/a/b")),
         ({"XDG_CACHE_HOME": "/x"}, Path("/x/sgl-vertumnus")),
         ({"XDG_CACHE_HOME": "relative"}, Path.home() / ".cache" / "sgl-vertumnus"),
-        ({"SGL_VERTUMNUS_CACHE": ""}, Path.home() / ".cache" / "sgl-vertumnus"),
+        ({"VERTUMNUS_CACHE": ""}, Path.home() / ".cache" / "sgl-vertumnus"),
     ],
 )
 def test_cache_root(environ: dict[str, str], expected: Path) -> None:

@@ -30,7 +30,7 @@ class Run:
             [sys.executable, str(DRIVER), str(self._pids), *argv],
             stdout=self._output.open("wb"),
             stderr=self._errors.open("wb"),
-            env={**os.environ, "SGL_VERTUMNUS_CACHE": str(tmp_path / "cache")},
+            env={**os.environ, "VERTUMNUS_CACHE": str(tmp_path / "cache")},
         )
 
     @property
