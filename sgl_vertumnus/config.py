@@ -1,5 +1,6 @@
 """The pool's configuration: one frozen object, validated once, handed to every process."""
 
+import ipaddress
 import secrets
 
 import msgspec
@@ -69,6 +70,17 @@ def check_geometry(
         return ladder, format_composition(parse_composition(composition, size, ladder))
     except CompositionError as exc:
         raise ConfigurationError(str(exc)) from exc
+
+
+def check_host(host: str) -> None:
+    """Raises ``ConfigurationError`` when the pool's sockets cannot be bound to ``host``."""
+    try:
+        ipaddress.IPv4Address(host)
+    except ipaddress.AddressValueError as exc:
+        raise ConfigurationError(
+            f"--host {host}: give an IPv4 address of this machine, such as 127.0.0.1, or 0.0.0.0 "
+            f"for all of them"
+        ) from exc
 
 
 def new_pool_id() -> str:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_vertumnus.config import PoolConfig, Ports, check_geometry, new_pool_id
+from sgl_vertumnus.config import PoolConfig, Ports, check_geometry, check_host, new_pool_id
 from sgl_vertumnus.environment import publish_pool_config, set_defaults
 from sgl_vertumnus.errors import ConfigurationError, VertumnusError
 from sgl_vertumnus.ports import free_range
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         serve(config, passed, router_flags=_router_flags(options))
     except ConfigurationError as exc:
-        sys.exit(f"launch_server: {exc}")
+        print(f"launch_server: {exc}", file=sys.stderr)
+        sys.exit(2)
     except VertumnusError as exc:
         sys.exit(f"launch_server: the pool stopped: {exc}")
 
@@ -86,9 +87,10 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
     degrees, composition = check_geometry(
         options.pool_size, options.cp_degrees, options.composition
     )
+    check_host(options.host)
     passed[:0] = ["--model-path", options.model_path, "--host", options.host]
     size = options.pool_size
-    kv_events = free_range("127.0.0.1", 3 * size + 2)
+    kv_events = free_range(options.host, 3 * size + 2)
     return PoolConfig(
         pool_id=options.pool_id or new_pool_id(),
         size=size,

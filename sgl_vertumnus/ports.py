@@ -1,9 +1,10 @@
 """Free TCP ports for a pool."""
 
+import errno
 import socket
 from contextlib import ExitStack
 
-from sgl_vertumnus.errors import PoolStartError
+from sgl_vertumnus.errors import ConfigurationError, PoolStartError
 
 #: Below the ephemeral range of common kernels (32768), so that a port found free stays free.
 FIRST, LAST = 20000, 32000
@@ -13,6 +14,7 @@ def free_range(host: str, count: int, *, start: int = FIRST) -> int:
     """The first port of ``count`` consecutive ports that nothing listens on.
 
     Raises:
+        ConfigurationError: when ``host`` is no address of this machine.
         PoolStartError: when there is no such range.
     """
     base = start
@@ -33,6 +35,8 @@ def _first_taken(host: str, base: int, count: int) -> int | None:
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             try:
                 probe.bind((host, port))
-            except OSError:
+            except OSError as exc:
+                if exc.errno == errno.EADDRNOTAVAIL:
+                    raise ConfigurationError(f"{host} is no address of this machine") from exc
                 return port
     return None

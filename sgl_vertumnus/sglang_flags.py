@@ -1,7 +1,7 @@
 """The SGLang flags that a pool adds to the operator's."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.cpu_dtype import faster_dtype
@@ -11,12 +11,19 @@ KV_TOPIC = "kv-events"
 REPLAY_BATCHES = 100_000
 
 
-def complete_flags(config: PoolConfig, passed: Sequence[str]) -> list[str]:
-    """``passed`` plus what makes it a pool; defaults only where the operator chose nothing."""
+def complete_flags(
+    config: PoolConfig, passed: Sequence[str], chosen: Collection[str] = ()
+) -> list[str]:
+    """``passed`` plus what makes it a pool; defaults only where the operator chose nothing.
+
+    ``chosen`` names the fields of SGLang's record that differ from its defaults: the operator
+    may have set them by a configuration file or an abbreviated flag.
+    """
     flags = [*passed]
     flags += ["--dp-size", str(config.size), "--kv-events-config", kv_events(config)]
     for flag, *value in _defaults(config):
-        if not _given(passed, flag):
+        field = flag.removeprefix("--").replace("-", "_")
+        if field not in chosen and not _given(passed, flag):
             flags += [flag, *value]
     return flags
 

@@ -19,6 +19,7 @@ __all__ = [
     "Load",
     "ModelFacts",
     "apply_geometry",
+    "chosen_fields",
     "data_parallel_rank",
     "front_state",
     "hidden_size",
@@ -140,6 +141,18 @@ def parse_flags(flags: Sequence[str]) -> Any:
     from sglang.srt.server_args import prepare_server_args
 
     return prepare_server_args(list(flags))
+
+
+def chosen_fields(server_args: Any) -> set[str]:
+    """The fields of an unresolved ``ServerArgs`` record that differ from SGLang's defaults."""
+    import msgspec
+
+    return {
+        field.name
+        for field in msgspec.structs.fields(server_args)
+        if field.default is not msgspec.NODEFAULT
+        and getattr(server_args, field.name) != field.default
+    }
 
 
 def http_app() -> Any:

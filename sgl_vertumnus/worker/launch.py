@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 import psutil
-import torch.distributed as dist
 from vertumnus_patches import SGLANG_VERSION, engine
 from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
+from vertumnus_patches.seams import seams
 from vertumnus_router.protocol import (
     PROTOCOL_VERSION,
     Endpoint,
@@ -19,9 +19,11 @@ from vertumnus_router.protocol import (
 )
 
 from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.errors import ConfigurationError
 from sgl_vertumnus.preflight import check_flags, check_model
 from sgl_vertumnus.sglang_flags import KV_TOPIC, complete_flags
 from sgl_vertumnus.worker.front import PoolFront, add_routes
+from sgl_vertumnus.worker.rendezvous import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +36,25 @@ def serve(config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[st
     ``flags`` are the operator's SGLang flags; ``router_flags`` None starts no router.
 
     Raises:
-        UnsupportedFeature: before any process is started.
+        ConfigurationError: before any process is started.
         PoolStartError: when the pool did not become ready.
     """
     engine.load_plugins()
-    check_flags(engine.parse_flags(flags))
-    server = engine.parse_flags(complete_flags(config, flags))
+    if not seams.are_bound:
+        raise ConfigurationError(
+            "SGLang did not load the plugin 'vertumnus': name it in SGLANG_PLUGINS or unset the "
+            "variable, and unset SGLANG_PLATFORM or set it to 'vertumnus_cpu'"
+        )
+    asked = engine.parse_flags(flags)
+    check_flags(asked)
+    server = engine.parse_flags(complete_flags(config, flags, engine.chosen_fields(asked)))
     facts = engine.model_facts(server)
     server.resolve_once()
     for backend in engine.resolved_attention_backends(server):
         check_model(facts, device=config.device, attention_backend=backend)
     if config.device == "cpu":
         engine.preload(server, facts.name)
-    store = dist.TCPStore("127.0.0.1", config.ports.store, is_master=True, wait_for_workers=False)
+    store = open_store(config)
     logger.info("rendezvous on port %d for %s", store.port, config)
     front = PoolFront(config, server.url(), server.admin_api_key or server.api_key)
     add_routes(engine.http_app(), front, lambda: _describe(config, facts, engine.front_state()))
