@@ -46,8 +46,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     pool.add_argument(
         "--cp-degrees",
         type=_degrees,
-        default=(1, 2),
-        help="context-parallel degrees the pool can form, powers of two (default 1,2)",
+        help="context-parallel degrees the pool can form, powers of two (default 1,2, or 1 for "
+        "a pool of one)",
     )
     pool.add_argument(
         "--composition",
@@ -84,12 +84,11 @@ def _degrees(text: str) -> tuple[int, ...]:
 
 
 def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
-    degrees, composition = check_geometry(
-        options.pool_size, options.cp_degrees, options.composition
-    )
+    size = options.pool_size
+    asked = options.cp_degrees or ((1, 2) if size > 1 else (1,))
+    degrees, composition = check_geometry(size, asked, options.composition)
     check_host(options.host)
     passed[:0] = ["--model-path", options.model_path, "--host", options.host]
-    size = options.pool_size
     kv_events = free_range(options.host, 3 * size + 2)
     return PoolConfig(
         pool_id=options.pool_id or new_pool_id(),

@@ -123,7 +123,7 @@ def check_flags(server_args: Any) -> None:
         UnsupportedFeature: naming every flag at once.
     """
     reasons = [
-        f"{refusal.flag} {_shown(getattr(server_args, refusal.field))}: {refusal.reason}"
+        f"{refusal.flag}{_shown(getattr(server_args, refusal.field))}: {refusal.reason}"
         for refusal in REFUSALS
         if getattr(server_args, refusal.field) not in refusal.allowed
     ]
@@ -176,4 +176,4 @@ def _backend_reasons(device: str, backend: str) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    return "" if value is True else str(value)
+    return "" if value is True else f" {value}"

@@ -1,0 +1,275 @@
+"""The command line of a pool, up to the moment at which something would start."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_vertumnus import launch_server
+from sgl_vertumnus.environment import POOL_VARIABLE, pool_config
+from sgl_vertumnus.errors import ConfigurationError, PoolStartError, UnsupportedFeature
+
+BASE = ["--model-path", "model", "--pool-size", "4"]
+
+
+class Started:
+    """What ``serve`` was called with; nothing is started."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, list[str], Any]] = []
+        self.error: Exception | None = None
+
+    def serve(self, config: Any, flags: list[str], *, router_flags: Any) -> None:
+        self.calls.append((config, list(flags), router_flags))
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    pytest.importorskip("torch", reason="needs torch")
+    from sgl_vertumnus.worker import launch
+
+    environment = dict(os.environ)
+    fake = Started()
+    monkeypatch.setattr(launch, "serve", fake.serve)
+    yield fake
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def exit_of(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[Any, str]:
+    with pytest.raises(SystemExit) as stop:
+        launch_server.main(flags)
+    return stop.value.code, capsys.readouterr().err
+
+
+# -- what it says ---------------------------------------------------------------------------------
+
+
+def test_help_lists_our_flags_and_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        launch_server.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for flag in (
+        "--model-path",
+        "--pool-size",
+        "--cp-degrees",
+        "--composition",
+        "--pool-id",
+        "--host",
+        "--router-port",
+        "--no-router",
+        "--policy",
+        "--profile",
+    ):
+        assert flag in text
+    assert "every other flag goes to SGLang unchanged" in text and "sglang serve --help" in text
+
+
+def test_help_needs_neither_torch_nor_sglang() -> None:
+    code = (
+        "import sys; from sgl_vertumnus.launch_server import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print({'torch', 'sglang'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+# -- usage errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--model-path"),
+        (["--model-path", "m"], "--pool-size"),
+        ([*BASE, "--pool-size", "many"], "--pool-size"),
+        ([*BASE, "--pool-size", "0"], "at least one rank"),
+        ([*BASE, "--cp-degrees", "1;2"], "is not a list such as 1,2,4"),
+        ([*BASE, "--cp-degrees", "1,3"], "power of two"),
+        ([*BASE, "--cp-degrees", "1,8"], "raise --pool-size or drop the degree"),
+        ([*BASE, "--composition", "2x3"], "not among --cp-degrees"),
+        ([*BASE, "--composition", "1x1,1x2,1x1"], "write larger degrees first"),
+        ([*BASE, "--composition", "2x1"], "uses 2 rank(s), the pool has 4"),
+        ([*BASE, "--host", "localhost"], "give an IPv4 address"),
+        ([*BASE, "--host", "192.0.2.1"], "no address of this machine"),
+        ([*BASE, "--policy", "best"], "paper"),
+        ([*BASE, "--router-port", "http"], "--router-port"),
+        ([*BASE, "--profile", "/no/such/profile.json"], "no such file"),
+    ],
+)
+def test_usage_errors_exit_2_before_anything_starts(
+    started: Started, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    code, text = exit_of(capsys, *flags)
+    assert code == 2
+    assert message in text and "Traceback" not in text
+    assert started.calls == [] and POOL_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UnsupportedFeature(["--tp-size 2: why", "--pp-size 2: why"]), 2, "  - --pp-size 2: why"),
+        (ConfigurationError("do this"), 2, "launch_server: do this"),
+        (PoolStartError("rank 1 exited"), 1, "the pool stopped: rank 1 exited"),
+    ],
+)
+def test_refusals_and_failures_are_told_apart(
+    started: Started,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+    message: str,
+) -> None:
+    started.error = error
+    found, text = exit_of(capsys, *BASE)
+    text += found if isinstance(found, str) else ""  # the interpreter prints it and exits 1
+    assert (1 if isinstance(found, str) else found) == code
+    assert message in text
+
+
+def test_a_flag_that_cannot_work_is_refused_by_the_command_itself() -> None:
+    """All the way through SGLang's parser; no process, port or file is left behind."""
+    pytest.importorskip("sglang", reason="needs sglang")
+    command = [sys.executable, "-m", "sgl_vertumnus.launch_server", *BASE, "--no-router"]
+    done = subprocess.run(
+        [*command, "--tp", "2", "--enable-hierarchical-cache", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "--tp-size 2: a rank is one full copy of the model" in done.stderr
+    assert "--enable-hierarchical-cache: HiCache" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_launch_without_the_plugin_stops() -> None:
+    pytest.importorskip("sglang", reason="needs sglang")
+    command = [sys.executable, "-m", "sgl_vertumnus.launch_server", *BASE, "--device", "cpu"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "SGLANG_PLUGINS": "other"}
+    )
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "did not load the plugin 'vertumnus'" in done.stderr
+    assert "SGLANG_PLUGINS" in done.stderr
+
+
+# -- what is started ------------------------------------------------------------------------------
+
+
+def test_other_flags_go_to_sglang_unchanged(started: Started) -> None:
+    rest = ["--page-size", "32", "--enable-metrics", "--json-model-override-args", '{"a": 1}']
+    launch_server.main([*BASE, "--device=cpu", "--no-router", *rest])
+    ((config, flags, router_flags),) = started.calls
+    given = ["--model-path", "model", "--host", "127.0.0.1", "--device=cpu"]
+    assert flags == given + rest
+    assert router_flags is None
+    assert (config.size, config.degrees, config.composition) == (4, (1, 2), "4x1")
+    assert config.device == "cpu"
+
+
+@pytest.mark.parametrize(("size", "degrees"), [("1", (1,)), ("2", (1, 2)), ("4", (1, 2))])
+def test_degrees_by_default_fit_the_pool(
+    started: Started, size: str, degrees: tuple[int, ...]
+) -> None:
+    launch_server.main(["--model-path", "model", "--pool-size", size, "--device", "cpu"])
+    ((config, _, _),) = started.calls
+    assert config.degrees == degrees
+
+
+def test_children_find_the_configuration(started: Started) -> None:
+    launch_server.main(
+        [
+            *BASE,
+            *("--device", "cpu", "--pool-id", "mine"),
+            *("--cp-degrees", "4,2,1", "--composition", "2x1,1x2"),
+        ]
+    )
+    ((config, _, _),) = started.calls
+    assert pool_config() == config
+    assert (config.pool_id, config.degrees, config.composition) == ("mine", (1, 2, 4), "2x1,1x2")
+
+
+def test_the_router_stands_where_it_was_told_to(started: Started, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text("{}")
+    launch_server.main(
+        [
+            *BASE,
+            *("--device", "cpu", "--router-port", "31999", "--policy", "late"),
+            *("--profile", str(profile)),
+        ]
+    )
+    ((_, _, flags),) = started.calls
+    assert flags is not None
+    from sgl_vertumnus.launch_router import _parser
+
+    options = _parser().parse_args(["--pool-urls", "http://127.0.0.1:1", *flags])
+    assert (options.host, options.port, options.policy) == ("127.0.0.1", 31999, "late")
+    assert options.profile == str(profile)
+
+
+def test_ports_of_a_pool_do_not_overlap(started: Started) -> None:
+    launch_server.main([*BASE, "--device", "cpu"])
+    ((config, _, _),) = started.calls
+    size, ports = config.size, config.ports
+    used = [
+        *range(ports.kv_events, ports.kv_events + size),
+        *range(ports.kv_replay, ports.kv_replay + size),
+        *range(ports.reports, ports.reports + size + 1),
+        ports.store,
+    ]
+    assert len(set(used)) == len(used) == 3 * size + 2
+
+
+def test_a_cpu_pool_gets_its_platform_and_every_rank_its_cores(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SGLANG_PLATFORM", "SGLANG_CPU_OMP_THREADS_BIND", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    launch_server.main([*BASE, "--device", "cpu"])
+    ((config, _, _),) = started.calls
+    assert os.environ["SGLANG_PLATFORM"] == "vertumnus_cpu"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    cores = [group.split(",") for group in os.environ["SGLANG_CPU_OMP_THREADS_BIND"].split("|")]
+    available = {str(core) for core in os.sched_getaffinity(0)}
+    assert len(cores) == config.size
+    assert all(len(group) == len(set(group)) == config.threads for group in cores)
+    assert set().union(*cores) <= available
+    if len(available) > 1:
+        assert cores[0] != cores[1], "the ranks of the smallest blocks compute side by side"
+
+
+def test_the_operators_environment_counts(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0|0|0")
+    launch_server.main([*BASE, "--device", "cpu"])
+    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == "0|0|0|0"
+
+
+def test_a_gpu_pool_is_left_to_sglangs_own_platform(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    launch_server.main([*BASE, "--device", "cuda"])
+    ((config, _, _),) = started.calls
+    assert config.device == "cuda" and "SGLANG_PLATFORM" not in os.environ
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_without_a_device_the_machine_decides(
+    started: Started, monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    launch_server.main(BASE)
+    ((config, _, _),) = started.calls
+    assert config.device == ("cuda" if gpu else "cpu")
