@@ -36,13 +36,15 @@ class Output:
     cached_tokens: int = 0
 
 
-def generate(server: Server, prompt: Prompt, rank: int | None = None) -> Output:
-    body = {
+def request(prompt: Prompt) -> dict[str, object]:
+    return {
         "input_ids": list(prompt),
         "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": -1,
     }
+
+
+def generate(server: Server, prompt: Prompt, rank: int | None = None) -> Output:
+    body = request(prompt) | {"return_logprob": True, "logprob_start_len": -1}
     answer = server.post("/generate", body if rank is None else body | {"routed_dp_rank": rank})
     meta = answer["meta_info"]
     return Output(
@@ -86,6 +88,11 @@ EXTENDED = [PREFIX + suffix for suffix in random_prompts(SUFFIX_LENGTHS, seed=3)
 MIXED = random_prompts([1, 300, 3, 120, 20, 2, 400, 64], seed=4)
 
 
+#: Short enough for the leader of a block to compute alone; what follows is sharded.
+SHORT = random_prompts([40], seed=5)[0]
+TAIL = random_prompts([500], seed=6)[0]
+
+
 @dataclass(frozen=True)
 class Reference:
     plain: dict[Prompt, Output]
@@ -94,9 +101,11 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(random_model: Path) -> Reference:
-    prompts = [*COLD, PREFIX, *EXTENDED, *MIXED]
+    prompts = [*COLD, PREFIX, *EXTENDED, *MIXED, SHORT]
     model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32).eval()
     by_transformers = {prompt: transformers_output(model, prompt) for prompt in prompts}
+    prompts.append(SHORT + by_transformers[SHORT].tokens + TAIL)
+    by_transformers[prompts[-1]] = transformers_output(model, prompts[-1])
     with plain(random_model, flags=FLAGS) as server:
         by_plain = {prompt: generate(server, prompt) for prompt in prompts}
     return Reference(by_plain, by_transformers)
@@ -147,6 +156,21 @@ def test_suffixes_behind_a_cached_prefix(
         output = generate(wide_pool, prompt, LEADERS[degree])
         assert output.cached_tokens >= len(PREFIX) // PAGE_TOKENS * PAGE_TOKENS
         assert_equal(output, reference.plain[prompt], f"degree {degree}, {len(prompt)} tokens")
+
+
+@pytest.mark.parametrize("degree", LEADERS)
+def test_members_hold_what_their_leader_computed_alone(
+    degree: int, wide_pool: Server, reference: Reference
+) -> None:
+    """A short prompt and its decode without logprobs run on the leader, members get the KV;
+    the sharded suffix behind them is right only if every member's copy is."""
+    expected = reference.plain[SHORT]
+    answer = wide_pool.post("/generate", request(SHORT) | {"routed_dp_rank": LEADERS[degree]})
+    assert tuple(answer["output_ids"]) == expected.tokens
+    continued = SHORT + expected.tokens + TAIL
+    output = generate(wide_pool, continued, LEADERS[degree])
+    assert output.cached_tokens >= len(SHORT) // PAGE_TOKENS * PAGE_TOKENS
+    assert_equal(output, reference.plain[continued], f"degree {degree}")
 
 
 def test_concurrent_prompts_of_unequal_lengths(wide_pool: Server, reference: Reference) -> None:
