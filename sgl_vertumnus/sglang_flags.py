@@ -11,17 +11,28 @@ KV_TOPIC = "kv-events"
 REPLAY_BATCHES = 100_000
 
 
+#: Share of a machine's free memory that the KV caches of a CPU pool may fill together. SGLang
+#: sizes each rank's as if it had the machine to itself.
+CPU_KV_SHARE = 0.4
+_LARGEST_ELEMENT_BYTES = 4
+
+
 def complete_flags(
-    config: PoolConfig, passed: Sequence[str], chosen: Collection[str] = ()
+    config: PoolConfig,
+    passed: Sequence[str],
+    chosen: Collection[str] = (),
+    *,
+    cpu_kv_tokens: int | None = None,
 ) -> list[str]:
     """``passed`` plus what makes it a pool; defaults only where the operator chose nothing.
 
     ``chosen`` names the fields of SGLang's record that differ from its defaults: the operator
-    may have set them by a configuration file or an abbreviated flag.
+    may have set them by a configuration file or an abbreviated flag. ``cpu_kv_tokens`` is the
+    default KV capacity of a rank of a CPU pool; None leaves it to SGLang.
     """
     flags = [*passed]
     flags += ["--dp-size", str(config.size), "--kv-events-config", kv_events(config)]
-    for flag, *value in _defaults(config):
+    for flag, *value in _defaults(config, cpu_kv_tokens):
         field = flag.removeprefix("--").replace("-", "_")
         if field not in chosen and not _given(passed, flag):
             flags += [flag, *value]
@@ -43,7 +54,13 @@ def kv_events(config: PoolConfig) -> str:
     )
 
 
-def _defaults(config: PoolConfig) -> list[tuple[str, ...]]:
+def cpu_kv_tokens(config: PoolConfig, elements_per_token: int, free_bytes: int) -> int:
+    """KV tokens per rank that keep all ranks within ``CPU_KV_SHARE`` of ``free_bytes``."""
+    rank_bytes = free_bytes * CPU_KV_SHARE / config.size
+    return int(rank_bytes / (elements_per_token * _LARGEST_ELEMENT_BYTES))
+
+
+def _defaults(config: PoolConfig, cpu_kv_tokens: int | None) -> list[tuple[str, ...]]:
     defaults: list[tuple[str, ...]] = [("--sleep-on-idle",)]
     if config.device == "cpu":
         defaults += [
@@ -54,6 +71,8 @@ def _defaults(config: PoolConfig) -> list[tuple[str, ...]]:
             # There is no second engine to overlap with on a CPU.
             ("--disable-overlap-schedule",),
         ]
+        if cpu_kv_tokens is not None:
+            defaults.append(("--max-total-tokens", str(cpu_kv_tokens)))
     else:
         defaults.append(("--page-size", "64"))
     return defaults

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vertumnus_patches import engine
 
-from sgl_vertumnus.sglang_flags import KV_TOPIC, complete_flags, kv_events
+from sgl_vertumnus.sglang_flags import KV_TOPIC, complete_flags, cpu_kv_tokens, kv_events
 from tests.worker.configs import config_of
 
 pytest.importorskip("sglang", reason="needs sglang")
@@ -97,3 +97,17 @@ def test_kv_events_are_what_sglang_reads(host: str) -> None:
 
 def test_a_hostile_pool_cannot_break_out_of_the_json() -> None:
     assert json.loads(kv_events(config_of(4, host='"}, {"')))["topic"] == KV_TOPIC
+
+
+def test_all_ranks_of_a_cpu_pool_together_leave_memory_free() -> None:
+    free_bytes, elements = 20 * 2**30, 30 * 3 * 128
+    tokens = cpu_kv_tokens(CPU, elements, free_bytes)
+    assert tokens * elements * 4 * CPU.size <= free_bytes / 2
+    assert tokens > 10_000
+    flags = complete_flags(CPU, [], cpu_kv_tokens=tokens)
+    assert flags[flags.index("--max-total-tokens") + 1] == str(tokens)
+
+
+def test_the_operators_kv_capacity_wins() -> None:
+    flags = complete_flags(CPU, ["--max-total-tokens", "4096"], cpu_kv_tokens=99)
+    assert flags.count("--max-total-tokens") == 1 and "99" not in flags

@@ -21,7 +21,7 @@ from vertumnus_router.protocol import (
 from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.errors import ConfigurationError
 from sgl_vertumnus.preflight import check_flags, check_model
-from sgl_vertumnus.sglang_flags import KV_TOPIC, complete_flags
+from sgl_vertumnus.sglang_flags import KV_TOPIC, complete_flags, cpu_kv_tokens
 from sgl_vertumnus.worker.front import PoolFront, add_routes
 from sgl_vertumnus.worker.rendezvous import open_store
 
@@ -47,8 +47,16 @@ def serve(config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[st
         )
     asked = engine.parse_flags(flags)
     check_flags(asked)
-    server = engine.parse_flags(complete_flags(config, flags, engine.chosen_fields(asked)))
-    facts = engine.model_facts(server)
+    facts = engine.model_facts(asked)
+    free_bytes = psutil.virtual_memory().available
+    server = engine.parse_flags(
+        complete_flags(
+            config,
+            flags,
+            engine.chosen_fields(asked),
+            cpu_kv_tokens=cpu_kv_tokens(config, facts.kv_elements_per_token, free_bytes),
+        )
+    )
     server.resolve_once()
     for backend in engine.resolved_attention_backends(server):
         check_model(facts, device=config.device, attention_backend=backend)
