@@ -110,8 +110,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("kv_events_config", (None,), "the pool publishes KV events on ports of its own"),
 )
 
-#: Attention backends with a CP prefill path, by device.
-CP_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "fa4", "trtllm_mha")}
+#: Attention backends whose CP prefill has been proven in a pool, by device.
+CP_BACKENDS = {"cpu": ("torch_native",)}
 
 
 def check_flags(server_args: Any) -> None:
@@ -167,7 +167,10 @@ def check_model(model: ModelFacts, *, device: str, attention_backend: str) -> No
 def _backend_reasons(device: str, backend: str) -> Iterator[str]:
     supported = CP_BACKENDS.get(device)
     if supported is None:
-        yield f"--device {device}: pools run on {' and '.join(CP_BACKENDS)}"
+        yield (
+            f"--device {device}: pools are proven on {' and '.join(CP_BACKENDS)} only so far; "
+            f"--device cpu works on this machine too"
+        )
     elif backend not in supported:
         yield (
             f"--attention-backend {backend}: it has no context-parallel prefill on {device}; "

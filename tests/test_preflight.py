@@ -191,9 +191,9 @@ def test_a_window_that_is_off_is_no_window(window: int | None) -> None:
     ("device", "backend", "reason"),
     [
         ("cpu", "triton", "--attention-backend triton: .* use torch_native"),
-        ("cuda", "flashinfer", "use fa3 or fa4 or trtllm_mha"),
-        ("cuda", "torch_native", "use fa3"),
-        ("npu", "ascend", "--device npu: pools run on cpu and cuda"),
+        ("cpu", "intel_amx", "use torch_native"),
+        ("cuda", "fa3", "--device cuda: pools are proven on cpu only"),
+        ("npu", "ascend", "--device npu: pools are proven on cpu only"),
     ],
 )
 def test_a_backend_without_cp_is_refused(device: str, backend: str, reason: str) -> None:

@@ -49,7 +49,6 @@ class RankRuntime:
         self._links: Links | None = None
         self._ingress = Ingress(is_regroup)
         self._prefills = PrefillLog()
-        self._step_started_s: float | None = None
         self._scheduler: Any = None
         self._reporter: Reporter | None = None
 
@@ -123,8 +122,8 @@ class RankRuntime:
         self._scheduler = scheduler
         if self.is_member or not engine.is_extend(batch):
             return
-        self._step_started_s = time.perf_counter()
-        if started := self._prefills.begin(request.rid for request in batch.reqs):
+        rids = (request.rid for request in batch.reqs)
+        if started := self._prefills.begin(rids, time.perf_counter()):
             self._send(
                 PrefillStarted(
                     rank=self._rank, incarnation=self._incarnation, epoch=self._epoch, rids=started
@@ -132,13 +131,12 @@ class RankRuntime:
             )
 
     def on_batch_finished(self, scheduler: Any, batch: Any) -> None:
-        if self._step_started_s is None or not engine.is_extend(batch):
+        now_s = time.perf_counter()
+        if not engine.is_extend(batch):
+            self._prefills.other_step_ended(now_s)
             return
-        step_s = time.perf_counter() - self._step_started_s
-        done = self._prefills.end(
-            (request.rid for request in batch.reqs), step_s, engine.prefilled(batch)
-        )
-        if done:
+        rids = (request.rid for request in batch.reqs)
+        if done := self._prefills.end(rids, now_s, engine.prefilled(batch)):
             self._send(
                 PrefillFinished(
                     rank=self._rank, incarnation=self._incarnation, epoch=self._epoch, done=done
