@@ -128,6 +128,7 @@ def _prepare_environment(config: PoolConfig) -> None:
     set_defaults(
         {
             "SGLANG_PLATFORM": "vertumnus_cpu",
+            "CUDA_VISIBLE_DEVICES": "",  # a GPU in sight would change SGLang's code paths
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
                 _cores_of(config, r) for r in range(config.size)
             ),
