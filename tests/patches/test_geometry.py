@@ -14,6 +14,8 @@ from vertumnus_patches.cp_group import CpGroup
 from vertumnus_patches.engine import apply_geometry
 from vertumnus_patches.patches.topology_check import check_apart_from_cp
 
+from tests.patches.replica import group, launched, scheduler_of
+
 pytest.importorskip("sglang", reason="needs sglang")
 import sglang.srt
 from sglang.srt import runtime_context
@@ -22,30 +24,12 @@ from sglang.srt.layers.cp import base
 ORIGINAL = runtime_context._validate_parallel
 
 
-def group(size: int, rank: int) -> Any:
-    return SimpleNamespace(
-        world_size=size,
-        rank_in_group=rank,
-        first_rank=0,
-        is_first_rank=rank == 0,
-        cpu_group=object(),
-    )
-
-
 @pytest.fixture
 def launch_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang's context as a replica at tp = cp = 1 leaves it after its start."""
-    alone = group(1, 0)
     parallel = runtime_context.get_parallel()
     earlier = dict(parallel._stamp)
-    one = ("tp", "pp", "attn_tp", "attn_cp")
-    parallel.override_permanently(
-        **{f"{name}_size": 1 for name in one},
-        **{f"{name}_rank": 0 for name in one},
-        **{f"{name}_group": alone for name in one},
-        attn_dp_size=1,
-        enable_prefill_cp=False,
-    )
+    alone = launched()
     monkeypatch.setattr(
         runtime_context,
         "_validate_parallel",
@@ -54,21 +38,6 @@ def launch_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield alone
     parallel._stamp = earlier
     base._STRATEGY = None
-
-
-def scheduler_of(alone: Any) -> Any:
-    """What a scheduler holds of the geometry; the scan below finds what is missing here."""
-    return SimpleNamespace(
-        attn_cp_group=alone,
-        attn_cp_cpu_group=alone.cpu_group,
-        tree_cache=SimpleNamespace(attn_cp_group=alone.cpu_group),
-        grammar_manager=SimpleNamespace(
-            grammar_sync_group=alone.cpu_group,
-            grammar_sync_size=1,
-            grammar_sync_entry=0,
-            is_grammar_sync_entry=True,
-        ),
-    )
 
 
 def as_dict(scheduler: Any) -> dict[str, Any]:
