@@ -35,6 +35,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+#: Servers close connections that were idle for longer.
+KEEP_ALIVE_S = 2.0
+
+
 class Client:
     """One keep-alive connection; prompts never repeat, so that every prefill is cold."""
 
@@ -43,6 +47,7 @@ class Client:
         self._connection = http.client.HTTPConnection(
             address.hostname or "", address.port, timeout=600
         )
+        self._used_at = 0.0
         self._random = random.Random(seed)
 
     def prompt(self, tokens: int) -> list[int]:
@@ -63,6 +68,9 @@ class Client:
         }
         if rank is not None:
             body["routed_dp_rank"] = rank
+        if time.perf_counter() - self._used_at > KEEP_ALIVE_S:
+            self._connection.close()
+            self._connection.connect()
         started = time.perf_counter()
         self._connection.request(
             "POST", "/generate", json.dumps(body), {"Content-Type": "application/json"}
@@ -73,7 +81,8 @@ class Client:
         answer.read1(1)
         first_s = time.perf_counter() - started
         answer.read()
-        return first_s, time.perf_counter() - started
+        self._used_at = time.perf_counter()
+        return first_s, self._used_at - started
 
 
 def paired_ratio(
