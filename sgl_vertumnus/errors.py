@@ -29,14 +29,11 @@ class UnsupportedFeature(ConfigurationError):
 
 
 class RegroupRefused(VertumnusError):
-    """A composition was not applied.
+    """A composition was not applied. ``epoch`` is the epoch that was asked for."""
 
-    ``epoch`` is the epoch that was asked for, ``ranks`` those that refused.
-    """
-
-    def __init__(self, epoch: int, ranks: list[int], reason: str) -> None:
-        self.epoch, self.ranks, self.reason = epoch, ranks, reason
-        super().__init__(f"epoch {epoch} was not applied on rank(s) {ranks}: {reason}")
+    def __init__(self, epoch: int, reason: str) -> None:
+        self.epoch, self.reason = epoch, reason
+        super().__init__(f"epoch {epoch} was not applied: {reason}")
 
 
 class PoolStartError(VertumnusError):

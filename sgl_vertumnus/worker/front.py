@@ -75,10 +75,11 @@ class PoolFront:
         """
         epoch = self.epoch + 1
         knobs = regroup_knobs(epoch, [(block.first, block.degree) for block in blocks])
-        followed = self._post("/set_internal_state", {"server_args": knobs})
-        refused = [rank for rank, ok in enumerate(followed) if not ok]
-        if refused or len(followed) != self._config.size:
-            raise RegroupRefused(epoch, refused, "see the log of these ranks for the reason")
+        # One answer a rank, in the order in which they came: it is not known whose each is.
+        answers = self._post("/set_internal_state", {"server_args": knobs})
+        followed, size = answers.count(True), self._config.size
+        if followed != size:
+            raise RegroupRefused(epoch, f"{followed} of {size} ranks followed; see their logs")
         self.epoch, self.blocks = epoch, blocks
         logger.info("epoch %d: the pool serves as %s", epoch, format_composition(blocks))
 
@@ -113,6 +114,8 @@ class PoolFront:
             return self._call("POST", path, body)
         except urllib.error.HTTPError as exc:
             raise PoolStartError(f"{path} failed: {exc.code} {exc.read().decode()}") from exc
+        except OSError as exc:
+            raise PoolStartError(f"{path} failed: {exc}") from exc
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
