@@ -15,7 +15,7 @@ from tests.router.io.fake_pool import FakePool, stream_slowly
 from tests.router.io.harness import run, until
 
 COMMAND = [sys.executable, "-m", "sgl_vertumnus.launch_router"]
-HEAVY = ("torch", "sglang", "transformers", "vertumnus_patches", "numpy")
+HEAVY = ("torch", "sglang", "transformers", "numpy")
 
 
 def test_it_imports_nothing_of_the_engine() -> None:
