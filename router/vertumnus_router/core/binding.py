@@ -78,7 +78,7 @@ class Binding:
             entry.stranded_s = now
 
     def exhausted(self, entry: Entry) -> bool:
-        """Whether every serving worker that the request fits has had it already.
+        """Whether earlier attempts rule out every serving worker that the request fits.
 
         With none serving, or none that it fits, there is still something to wait for.
         """
@@ -87,7 +87,7 @@ class Binding:
             for candidate in self._policy.candidates(self._membership)
             if too_large(entry.request, candidate.pool) is None
         ]
-        return bool(fitting) and all(candidate.id in entry.tried for candidate in fitting)
+        return bool(fitting) and None not in map(entry.rules_out, fitting)
 
     def _plan(self, choice: Quote) -> bool:
         """Put the request on the timeline that it chose; whether it may also bind."""

@@ -172,6 +172,8 @@ class ControlPlane:
         if event.worker is not None and event.worker != entry.candidate.id:
             return []
         entry.failure = event.cause
+        if event.failure is Failure.UNREACHABLE:
+            entry.unreachable |= {entry.candidate.pool.pool}
         if not self._may_retry(entry, event):
             self._table.end(entry, now)
             return [refusals.failed(entry, event), *self._binding.bind(now)]

@@ -97,7 +97,8 @@ class RequestFinished:
 class Failure(Enum):
     """Why an attempt failed, as far as placement cares."""
 
-    UNREACHABLE = "unreachable"  # connection refused or reset, front dead
+    UNREACHABLE = "unreachable"  # no connection: the front of all the pool's workers is dead
+    DISCONNECTED = "disconnected"  # the connection broke before the answer was complete
     OVERLOADED = "overloaded"  # 429 or 503: backpressure, not a fault
     SERVER_ERROR = "server_error"
     CLIENT_ERROR = "client_error"  # 4xx: the request is at fault, never retried

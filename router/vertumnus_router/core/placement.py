@@ -66,8 +66,10 @@ class Placement:
         self._ledger = ledger
 
     def can_take(self, entry: Entry, candidate: Candidate) -> bool:
-        """Whether the request fits the candidate and was not there before."""
-        return candidate.id not in entry.tried and too_large(entry.request, candidate.pool) is None
+        """Whether the request fits the candidate and no earlier attempt rules it out."""
+        return entry.rules_out(candidate) is None and (
+            too_large(entry.request, candidate.pool) is None
+        )
 
     def least_gpu_s(self, entry: Entry) -> float:
         """g: GPU-seconds at C_min with the longest prefix that any candidate has."""
@@ -178,10 +180,10 @@ class Placement:
         for worker in self._membership.workers:
             if not worker.serving:
                 reason: str | None = f"{worker.state.value}: {worker.reason}"
-            elif worker.id in entry.tried:
-                reason = "tried before"
             else:
-                reason = too_large(entry.request, worker.candidate.pool)
+                reason = entry.rules_out(worker.candidate) or too_large(
+                    entry.request, worker.candidate.pool
+                )
             if reason is not None:
                 excluded.append((worker.id, reason))
         return tuple(excluded)

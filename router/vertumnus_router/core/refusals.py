@@ -9,6 +9,7 @@ from vertumnus_router.core.types import Request
 
 _STATUS = {
     Failure.UNREACHABLE: (503, "worker_unreachable"),
+    Failure.DISCONNECTED: (503, "worker_disconnected"),
     Failure.OVERLOADED: (503, "overloaded"),
     Failure.SERVER_ERROR: (502, "worker_error"),
     Failure.CLIENT_ERROR: (400, "invalid_request"),

@@ -11,7 +11,7 @@ from enum import Enum
 
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.trie import PrefixMatch
-from vertumnus_router.core.types import BlockHash, Request, RequestId, WorkerId
+from vertumnus_router.core.types import BlockHash, PoolId, Request, RequestId, WorkerId
 from vertumnus_router.core.workers import Candidate
 
 
@@ -26,7 +26,8 @@ class Phase(Enum):
 @dataclass(slots=True, eq=False)
 class Entry:
     """One live request. ``tried`` are the workers that it was dispatched to, the current one
-    included; ``stranded_s`` since when no serving worker could take it."""
+    included, ``unreachable`` the pools whose front did not answer; ``stranded_s`` since when no
+    serving worker could take it."""
 
     request: Request
     arrived_s: float
@@ -35,6 +36,7 @@ class Entry:
     phase: Phase = Phase.QUEUED
     candidate: Candidate | None = None
     tried: tuple[WorkerId, ...] = ()
+    unreachable: frozenset[PoolId] = frozenset()
     failure: str | None = None
     stranded_s: float | None = None
     #: its prefill had the worker to itself: the reported time corrects the model
@@ -51,6 +53,14 @@ class Entry:
     def key(self) -> tuple[int, float, int]:
         """Place in the queue: priority first, then the policy's urgency, then arrival."""
         return -self.request.priority, self.urgency, self.sequence
+
+    def rules_out(self, candidate: Candidate) -> str | None:
+        """Why an earlier attempt speaks against the candidate, or None."""
+        if candidate.id in self.tried:
+            return "tried before"
+        if candidate.pool.pool in self.unreachable:
+            return "the front of its pool could not be reached"
+        return None
 
 
 class RequestTable:

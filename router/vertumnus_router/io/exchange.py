@@ -182,7 +182,8 @@ class Exchange:
                 self._call = None
                 if self.dispatch is not None:
                     self._fronts.suspect(self.dispatch.pool)
-                self._failed(Failure.UNREACHABLE, message.cause)
+                failure = Failure.DISCONNECTED if message.connected else Failure.UNREACHABLE
+                self._failed(failure, message.cause)
 
     def _attempt(self, dispatch: Dispatch) -> None:
         self._drop_call()
@@ -194,7 +195,7 @@ class Exchange:
         self._metrics.dispatched(dispatch.decision.chosen, dispatch.attempt, waited_s)
         front = self._fronts.front(dispatch.pool)
         if front is None:
-            self._failed(Failure.UNREACHABLE, f"pool {dispatch.pool} has left")
+            self._failed(Failure.WORKER_LOST, f"pool {dispatch.pool} has left")
             return
         rid = engine_rid(self.id, dispatch.attempt)
         headers = [*self._headers, *routing(dispatch.leader.index, rid, self._client_id)]

@@ -49,10 +49,14 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """No (further) answer will come: refused, reset, closed early or not HTTP."""
+    """No (further) answer will come: refused, reset, closed early or not HTTP.
+
+    Without ``connected`` there was no connection to the front in the first place.
+    """
 
     call: "Call"
     cause: str
+    connected: bool
 
 
 Message = Head | Body | End | Broken
@@ -156,10 +160,11 @@ class Front:
                     lambda: _Connection(self), self.host, self.port, ssl=self._tls
                 )
         except TimeoutError:
-            call.deliver(Broken(call, f"{self.url}: no connection within {self._connect_s:g} s"))
+            cause = f"{self.url}: no connection within {self._connect_s:g} s"
+            call.deliver(Broken(call, cause, connected=False))
             return
         except OSError as exc:
-            call.deliver(Broken(call, f"{self.url}: {exc.strerror or exc}"))
+            call.deliver(Broken(call, f"{self.url}: {exc.strerror or exc}", connected=False))
             return
         finally:
             call.connecting = None
@@ -275,7 +280,8 @@ class _Connection(asyncio.Protocol):
         else:
             reason = f": {exc}" if exc is not None else ""
             when = "in the middle of the answer" if self._head_delivered else "without an answer"
-            call.deliver(Broken(call, f"{self._front.url}: connection closed {when}{reason}"))
+            cause = f"{self._front.url}: connection closed {when}{reason}"
+            call.deliver(Broken(call, cause, connected=True))
 
     # httptools callbacks
 
@@ -338,4 +344,4 @@ class _Connection(asyncio.Protocol):
         self.abort()
         if call is not None:
             call.connection = None
-            call.deliver(Broken(call, f"{self._front.url}: {cause}"))
+            call.deliver(Broken(call, f"{self._front.url}: {cause}", connected=True))

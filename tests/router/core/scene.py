@@ -129,7 +129,7 @@ class Scene:
         return self.feed(RequestFinished(RequestId(name)))
 
     def fail(
-        self, name: str, failure: Failure = Failure.UNREACHABLE, streamed: bool = False
+        self, name: str, failure: Failure = Failure.DISCONNECTED, streamed: bool = False
     ) -> list[Effect]:
         return self.feed(RequestFailed(RequestId(name), failure, "it broke", streamed))
 

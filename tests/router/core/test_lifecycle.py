@@ -220,7 +220,7 @@ def test_a_full_queue_turns_the_next_one_away() -> None:
 
 @pytest.mark.parametrize(
     "failure",
-    [Failure.UNREACHABLE, Failure.OVERLOADED, Failure.SERVER_ERROR, Failure.WORKER_LOST],
+    [Failure.DISCONNECTED, Failure.OVERLOADED, Failure.SERVER_ERROR, Failure.WORKER_LOST],
 )
 def test_a_failed_attempt_is_placed_elsewhere(failure: Failure) -> None:
     scene = Scene("3x1")
@@ -241,8 +241,29 @@ def test_attempts_are_bounded() -> None:
     workers += [only(Dispatch, scene.fail("a")).worker for _ in range(2)]
     assert len(set(workers)) == 3
     reject = only(Reject, scene.fail("a"))
-    assert (reject.status, reject.code) == (503, "worker_unreachable")
+    assert (reject.status, reject.code) == (503, "worker_disconnected")
     assert reject.message == "it broke (attempt 3)"
+    assert_nothing_left(scene)
+
+
+def test_one_dead_front_does_not_use_up_the_attempts() -> None:
+    scene = Scene(None, attempts=3)
+    scene.launch("4x1", pool="a")
+    scene.launch("4x1", pool="b")
+    scene.store(1, chain(1, 9), pool="a")
+    first = scene.dispatched("a", 1000, blocks=chain(1, 10))
+    assert first.worker == "a/1x1"
+    second = only(Dispatch, scene.fail("a", Failure.UNREACHABLE))
+    assert second.pool == "b"
+    unreachable = "the front of its pool could not be reached"
+    assert dict(second.decision.excluded) == {
+        "a/0x1": unreachable,
+        "a/1x1": "tried before",
+        "a/2x1": unreachable,
+        "a/3x1": unreachable,
+    }
+    reject = only(Reject, scene.fail("a", Failure.UNREACHABLE))
+    assert (reject.status, reject.code) == (503, "worker_unreachable")
     assert_nothing_left(scene)
 
 

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from vertumnus_router.core.config import PolicyConfig
+from vertumnus_router.io.config import Limits
 
 from tests.router.io import fake_pool
 from tests.router.io.fake_pool import FakePool, drop_after, pools, refuse, sse_chunks
@@ -167,6 +169,30 @@ def test_a_dead_front_is_left_for_another_pool_and_rejoined_when_it_returns() ->
             await until(lambda: it.router.pools[0].description is not None, "rejoined")
             await until(lambda: len(it.router.core.workers(it.router.clock.now())) == 2, "both")
             assert it.router.pools[0].joins == 2
+
+    run(scenario())
+
+
+def test_a_dead_front_costs_one_attempt_however_many_workers_it_has() -> None:
+    async def scenario() -> None:
+        one, two = FakePool(4, pool_id="one"), FakePool(1, pool_id="two")
+        policy = PolicyConfig(attempts=2)
+        limits = Limits(stop_s=1.0, probe_s=60.0)
+        async with (
+            pools(one, two),
+            running(one.url, two.url, policy=policy, limits=limits) as it,
+        ):
+            await it.ready()
+            await until(lambda: len(it.router.core.workers(it.router.clock.now())) == 5, "all")
+            # Nobody notices yet that the front is gone.
+            it.router.pools[0].suspect = lambda: None  # type: ignore[method-assign]
+            await one.stop_front()
+            for _ in range(8):
+                async with await it.chat() as response:
+                    assert response.status == 200
+                    assert response.headers["x-vertumnus-worker"] == "two/0x1"
+            failures = 'vertumnus_attempt_failures_total{failure="unreachable"}'
+            assert (await it.samples())[failures] > 0
 
     run(scenario())
 

@@ -179,9 +179,10 @@ def test_a_fresh_connection_that_is_closed_is_a_failure() -> None:
 
     async def scenario() -> None:
         async with talking(answer) as (talk, front):
-            status, _, cause = await collect(send(front)[1])
-            assert status == 0
-            assert "without an answer" in cause
+            broken = await send(front)[1].get()
+            assert isinstance(broken, Broken)
+            assert broken.connected
+            assert "without an answer" in broken.cause
             assert talk.connections == 1
 
     run(scenario())
@@ -219,10 +220,11 @@ def test_broken_answers_are_named() -> None:
 def test_a_refused_connection_is_named() -> None:
     async def scenario() -> None:
         front = Front("http://127.0.0.1:1", asyncio.get_running_loop(), connect_s=1.0)
-        status, _, cause = await collect(send(front)[1])
-        assert status == 0
-        assert "127.0.0.1:1" in cause
-        assert "refused" in cause.lower()
+        broken = await send(front)[1].get()
+        assert isinstance(broken, Broken)
+        assert not broken.connected
+        assert "127.0.0.1:1" in broken.cause
+        assert "refused" in broken.cause.lower()
 
     run(scenario())
 
