@@ -55,8 +55,8 @@ class EventStream:
         self._torn_at: int | None = None
 
     def start(self) -> None:
-        """Ask for everything the rank still remembers."""
-        self._want_replay(0)
+        """Ask for everything the rank still remembers and this stream has not read."""
+        self._want_replay(self._next)
 
     def restart(self, cause: str) -> list[Event]:
         """The rank lives a new life: forget everything, then read it from its first batch."""

@@ -283,6 +283,8 @@ class PoolLink:
         pool = PoolId(self.description.pool_id)
         log.warning("pool %s: rank %d lost: %s", pool, rank, cause)
         self._control.feed(events.RankLost(Rank(pool, rank), cause, incarnation))
+        self._reported.discard(rank)
+        self._feeds[rank].stop()
 
     def prefill(self, report: PrefillReport) -> None:
         assert self.description is not None

@@ -47,7 +47,8 @@ class RankFeed:
         self._answered_at = loop.time()
 
     def start(self) -> None:
-        """Ask for the past, once; the caller knows which life of the rank it listens to."""
+        """The rank reports: ask for what was missed, unless it is followed already. The caller
+        knows which life of the rank it listens to."""
         if not self._started:
             self._started = True
             self.stream.start()
@@ -58,6 +59,11 @@ class RankFeed:
         self._started = True
         self._stop_replay()
         self._emit(self.stream.restart(cause))
+
+    def stop(self) -> None:
+        """The rank is lost: nobody would answer. ``start`` or ``restart`` follows it again."""
+        self._started = False
+        self._stop_replay()
 
     def check(self) -> None:
         """Called about once a second: a stream silent for long is probed for a lost tail."""
@@ -76,7 +82,7 @@ class RankFeed:
 
     def _on_live(self, frames: Frames) -> None:
         if not self._started:
-            return  # the replay that starts this feed will bring it
+            return  # the replay with which this feed starts will bring it
         self._last_batch_at = self._loop.time()
         try:
             seq, payload = parse_live(frames)

@@ -58,6 +58,7 @@ class ReportReader:
         self._clock = clock
         self._listener = listener
         self._lives: dict[int, str] = {}
+        self._dead: dict[int, str] = {}
         self._heard_s: dict[int, float] = {}
         self._silent: set[int] = set()
         self._checked_s = clock.now()
@@ -105,8 +106,7 @@ class ReportReader:
             case RankState():
                 self._on_state(report)
             case RankLost():
-                life = self._lives.get(report.rank)
-                self._listener.rank_lost(report.rank, report.incarnation or life, report.cause)
+                self._on_lost(report)
             case _:
                 if report.incarnation == self._lives.get(report.rank):
                     self._listener.prefill(report)
@@ -115,6 +115,8 @@ class ReportReader:
         if state.pool_id != self._description.pool_id:
             self._warn(f"reports of pool {state.pool_id} on the ports of this pool")
             return
+        if state.incarnation == self._dead.get(state.rank):
+            return  # what a process said before it died
         self._heard_s[state.rank] = self._clock.now()
         self._silent.discard(state.rank)
         previous = self._lives.get(state.rank)
@@ -122,6 +124,15 @@ class ReportReader:
             self._lives[state.rank] = state.incarnation
             self._listener.rank_began(state, previous)
         self._listener.rank_reported(state)
+
+    def _on_lost(self, report: RankLost) -> None:
+        current = self._lives.get(report.rank)
+        life = report.incarnation or current
+        if life is not None:
+            self._dead[report.rank] = life
+        if life == current:
+            self._heard_s.pop(report.rank, None)  # the dead are not also silent
+        self._listener.rank_lost(report.rank, life, report.cause)
 
     def _warn(self, message: str) -> None:
         """Once for each message: a stranger would repeat it every second."""

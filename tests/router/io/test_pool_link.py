@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from vertumnus_router.core.events import Event, IndexReset, PoolLost, RankReported
+from vertumnus_router.core.events import Event, IndexReset, PoolLost, RankLost, RankReported
 from vertumnus_router.core.types import PoolId, Rank
 from vertumnus_router.io import rank_feed, reports
 from vertumnus_router.io.config import Limits
@@ -183,6 +183,54 @@ def test_a_rank_that_its_supervisor_reports_dead_is_out_at_once() -> None:
             await until(lambda: held(it, 0) == 0, "its cache is void")
             async with await it.chat() as response:
                 assert response.headers["x-vertumnus-worker"] == "fake/1x1"
+
+    run(scenario())
+
+
+def test_a_dead_rank_is_left_in_peace_until_its_next_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_feed, "_PROBE_AFTER_S", 0.0)
+    monkeypatch.setattr(reports, "SILENCE_S", 0.6)
+
+    async def scenario() -> None:
+        async with FakePool(2, beat_s=0.05) as pool, running(pool.url) as it:
+            await it.ready()
+            await until(lambda: held(it, 1) == 0, "both ranks report")
+            dead, alive = pool.ranks
+            dead.store([1])
+            await holds(it, 1)
+            events = record(it)
+            pool.lose_rank(0, "its process exited")
+            await until(lambda: held(it, 0) == 0, "its cache is void")
+            dead.beat()  # still in the socket when the process died
+            asked = len(dead.replays_asked)
+            probed = len(alive.replays_asked) + 2
+            await until(lambda: len(alive.replays_asked) > probed, "the others are probed")
+            assert len(dead.replays_asked) == asked
+            causes = {e.cause for e in events if isinstance(e, RankLost) and e.rank.index == 0}
+            assert causes == {"its process exited"}
+            dead.begin_new_life()
+            dead.store([8, 9])
+            dead.silent = False
+            await holds(it, 2)
+
+    run(scenario())
+
+
+def test_a_silent_rank_that_speaks_again_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "SILENCE_S", 0.5)
+
+    async def scenario() -> None:
+        async with FakePool(1, beat_s=0.05) as pool, running(pool.url) as it:
+            await it.ready()
+            rank = pool.ranks[0]
+            rank.store([1, 2])
+            await holds(it, 2)
+            rank.silent = True
+            await until(lambda: not it.router.core.is_ready(), "out")
+            rank.store([3], 2)
+            rank.silent = False
+            await holds(it, 3)
+            assert it.router.pools[0].counters.resets == 0
 
     run(scenario())
 
