@@ -29,6 +29,11 @@ def publish_pool_config(config: PoolConfig) -> None:
     os.environ[POOL_VARIABLE] = msgspec.json.encode(config).decode()
 
 
+def hide_gpus() -> None:
+    """From this process and its future children, whatever the machine's default is."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def set_defaults(variables: Mapping[str, str]) -> None:
     """Set variables that the operator has not set."""
     for name, value in variables.items():

@@ -5,16 +5,23 @@ The flags below are ours; every other flag goes to SGLang unchanged (``sglang se
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from vertumnus_router.core.config import POLICIES
+from vertumnus_router.core.profile import ProfileError
+from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
+from vertumnus_router.profiles import load_profile, shipped
 
 from sgl_vertumnus.config import PoolConfig, Ports, check_geometry, check_host, new_pool_id
-from sgl_vertumnus.environment import publish_pool_config, set_defaults
+from sgl_vertumnus.environment import hide_gpus, publish_pool_config, set_defaults
 from sgl_vertumnus.errors import ConfigurationError, VertumnusError
-from sgl_vertumnus.ports import free_range
+from sgl_vertumnus.ports import FIRST, free_range
 
 DEFAULT_ROUTER_PORT = 30080
+#: Where the search for free ports may begin: pools that start together begin apart.
+_PORT_SPREAD = 8000
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -67,13 +74,14 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     router.add_argument("--no-router", action="store_true", help="start the pool alone")
     router.add_argument(
-        "--policy", choices=("paper", "late"), default="paper", help="placement policy (paper)"
+        "--policy", choices=POLICIES, default="paper", help="placement policy (paper)"
     )
-    router.add_argument("--profile", type=Path, help="prefill-time profile, a JSON file")
-    options, passed = parser.parse_known_args(argv)
-    if options.profile is not None and not options.profile.is_file():
-        parser.error(f"--profile {options.profile}: no such file")
-    return options, passed
+    router.add_argument(
+        "--profile",
+        default=DEFAULT_PROFILE,
+        help=f"prefill-time profile: a JSON file or one of {', '.join(shipped())}",
+    )
+    return parser.parse_known_args(argv)
 
 
 def _degrees(text: str) -> tuple[int, ...]:
@@ -89,7 +97,10 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
     degrees, composition = check_geometry(size, asked, options.composition)
     check_host(options.host)
     passed[:0] = ["--model-path", options.model_path, "--host", options.host]
-    kv_events = free_range(options.host, 3 * size + 2)
+    if not options.no_router:
+        _check_profile(options.profile, degrees)
+    start = FIRST + secrets.randbelow(_PORT_SPREAD)
+    kv_events = free_range(options.host, 3 * size + 2, start=start)
     return PoolConfig(
         pool_id=options.pool_id or new_pool_id(),
         size=size,
@@ -125,10 +136,10 @@ def _prepare_environment(config: PoolConfig) -> None:
     set_defaults({"SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": "1"})
     if config.device != "cpu":
         return
+    hide_gpus()  # one in sight would change SGLang's code paths
     set_defaults(
         {
             "SGLANG_PLATFORM": "vertumnus_cpu",
-            "CUDA_VISIBLE_DEVICES": "",  # a GPU in sight would change SGLang's code paths
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
                 _cores_of(config, r) for r in range(config.size)
             ),
@@ -150,10 +161,17 @@ def _router_flags(options: argparse.Namespace) -> list[str] | None:
     if options.no_router:
         return None
     flags = ["--host", options.host, "--port", str(options.router_port)]
-    flags += ["--policy", options.policy]
-    if options.profile is not None:
-        flags += ["--profile", str(options.profile)]
-    return flags
+    return [*flags, "--policy", options.policy, "--profile", options.profile]
+
+
+def _check_profile(name: str, degrees: tuple[int, ...]) -> None:
+    """The router cannot price a degree that its profile does not know."""
+    try:
+        profile = load_profile(name)
+        for degree in degrees:
+            profile.coefficients(degree)
+    except ProfileError as exc:
+        raise ConfigurationError(f"--profile {name}: {exc}") from exc
 
 
 if __name__ == "__main__":

@@ -101,6 +101,19 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("cp_strategy", (None, "zigzag"), "ranks of a block share a prefill in zigzag order"),
     Refusal("tokenizer_worker_num", (1,), "the pool has one front process"),
     Refusal("skip_tokenizer_init", _OFF, "the front warms its workers with text"),
+    Refusal(
+        "api_key",
+        (None,),
+        "the router does not hold a pool's keys yet; keep the pool on "
+        "loopback or a private network",
+    ),
+    Refusal(
+        "admin_api_key",
+        (None,),
+        "the router does not hold a pool's keys yet; keep the pool "
+        "on loopback or a private network",
+    ),
+    Refusal("ssl_certfile", (None,), "the pool activates its composition over plain HTTP"),
     Refusal("skip_server_warmup", _OFF, "the pool takes its composition while it warms up"),
     Refusal("is_embedding", _OFF, "CP prefill is proven for generation only"),
     Refusal("smg_grpc_mode", _OFF, "the pool is controlled through its HTTP front"),

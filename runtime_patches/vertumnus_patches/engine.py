@@ -21,6 +21,8 @@ __all__ = [
     "apply_geometry",
     "chosen_fields",
     "data_parallel_rank",
+    "expect_control_answers",
+    "flush",
     "front_state",
     "hidden_size",
     "http_app",
@@ -129,6 +131,27 @@ def front_state() -> FrontState:
     )
 
 
+def expect_control_answers(count: int) -> None:
+    """From any thread of the front: control requests, one under way included, are complete
+    with ``count`` answers."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
+
+    manager = get_global_state().tokenizer_manager
+
+    def apply() -> None:
+        for spec in _COMMUNICATOR_SPECS:
+            communicator = getattr(manager, f"{spec[0]}_communicator")
+            communicator.set_fan_out(count)
+            if communicator._result_event is None:
+                continue
+            communicator._result_fan_out = count
+            if len(communicator._result_values) >= count:
+                communicator._result_event.set()
+
+    manager.event_loop.call_soon_threadsafe(apply)
+
+
 def load_plugins() -> None:
     """Let SGLang load its plugins in this process, ours among them."""
     from sglang.srt.plugins import load_plugins as load
@@ -233,6 +256,11 @@ def data_parallel_rank() -> int:
 def is_idle(scheduler: Any) -> bool:
     """Whether no request is queued, running or being handed out."""
     return bool(scheduler.is_fully_idle())
+
+
+def flush(scheduler: Any) -> None:
+    """Forget all cached prefixes and compiled grammars of an idle rank."""
+    scheduler.flush_cache(empty_cache=False)
 
 
 def hidden_size(scheduler: Any) -> int:

@@ -14,6 +14,7 @@ __all__ = [
     "encode_requests",
     "normalised",
     "receive",
+    "refuse_session",
     "requests_in",
 ]
 
@@ -40,7 +41,18 @@ def normalised(message: Any) -> Any:
         raise NotMirrorable(_with_field_names(message, str(exc))) from exc
     if hasattr(message, "time_stats"):
         read.time_stats = message.time_stats
+    _refuse_what_ranks_decide_alone(read)
     return read
+
+
+def _refuse_what_ranks_decide_alone(message: Any) -> None:
+    """Each rank of a block would decide these by its own logits or its own clock."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    if (getattr(getattr(message, "sampling_params", None), "beam_width", None) or 1) > 1:
+        raise NotMirrorable("sampling_params.beam_width: a pool does not serve beam search")
+    if isinstance(message, FlushCacheReqInput):
+        message.timeout_s = None  # flush now or say that it is not possible
 
 
 def encode_requests(requests: Sequence[Any]) -> bytes:
@@ -118,6 +130,23 @@ def requests_in(message: Any) -> list[Any] | None:
     if isinstance(message, (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)):
         return list(message)
     return None
+
+
+def refuse_session(socket: Any, message: Any) -> bool:
+    """Answer a request to open a session, which would expire by each rank's own clock; False
+    for any other message."""
+    from sglang.srt.managers.io_struct import (
+        OpenSessionReqInput,
+        OpenSessionReqOutput,
+        sock_send,
+    )
+
+    if not isinstance(message, OpenSessionReqInput):
+        return False
+    answer = OpenSessionReqOutput(session_id=message.session_id, success=False)
+    answer.http_worker_ipc = message.http_worker_ipc
+    sock_send(socket, answer)
+    return True
 
 
 def abort_undispatched(socket: Any, request: Any, reason: str, *, status: int) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 _EPOCH = "vertumnus.epoch"
 _LEADER = "vertumnus.leader."
+#: Numbers travel as floats, which are exact up to here.
+_LARGEST_EPOCH = 2**53
 
 
 class MalformedRegroup(ValueError):
@@ -29,6 +31,8 @@ def read_regroup(knobs: Mapping[str, float]) -> tuple[int, tuple[tuple[int, int]
     """
     try:
         epoch = _whole(knobs[_EPOCH])
+        if not 0 < epoch < _LARGEST_EPOCH:
+            raise ValueError(epoch)
         blocks = [(_rank(name), _whole(degree)) for name, degree in knobs.items() if name != _EPOCH]
     except (KeyError, ValueError, OverflowError) as exc:
         raise MalformedRegroup(f"not a regroup command: {dict(knobs)}") from exc

@@ -6,7 +6,7 @@ from typing import Any
 
 from vertumnus_patches.messages import decode_requests, encode_requests
 
-from sgl_vertumnus.worker.stream import BlockStream
+from sgl_vertumnus.worker.stream import BlockStream, Content
 
 
 class Ingress:
@@ -34,9 +34,9 @@ class Ingress:
 
 def send_step(requests: list[Any], stream: BlockStream) -> None:
     """Leader's half of the exchange, in SGLang's msgpack form."""
-    stream.send(encode_requests(requests))
+    stream.send(Content.REQUESTS, encode_requests(requests))
 
 
 def receive_step(stream: BlockStream) -> list[Any]:
     """A member's half: blocks until the leader's step begins."""
-    return decode_requests(bytes(stream.receive()))
+    return decode_requests(bytes(stream.receive(Content.REQUESTS)))

@@ -15,14 +15,16 @@ from vertumnus_router.protocol import PoolDescription
 
 from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.errors import PoolStartError, RegroupRefused
+from sgl_vertumnus.worker.losses import LossWatch
+from sgl_vertumnus.worker.sharding import MIN_TOKENS_PER_RANK
 
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 600.0
 POLL_S = 0.05
-#: Long enough to take the sharded path at every degree, short enough to cost nothing.
-WARM_UP_TOKENS = 64
+#: A leader needs a moment after its last answer before it counts as idle.
+FLUSH_TIMEOUT_S = 20.0
 
 
 class FrontRuntime:
@@ -43,15 +45,14 @@ class PoolFront:
     tokenizer, controller, leaders, members.
     """
 
-    def __init__(self, config: PoolConfig, url: str, key: str | None) -> None:
+    def __init__(self, config: PoolConfig, url: str) -> None:
         self._config = config
         self._url = url
         self._headers = {"Content-Type": "application/json"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
         self.is_serving = False
         self.epoch = 0
         self.blocks: tuple[Block, ...] = tuple(Block(rank, 1) for rank in range(config.size))
+        self._losses = LossWatch(config, lambda: self.blocks)
 
     def start(self) -> None:
         """Bring the pool from the launch topology to its composition, then warm it.
@@ -60,6 +61,7 @@ class PoolFront:
             PoolStartError: when the server does not answer or a rank refuses.
         """
         self._wait_until_listening()
+        self._losses.start()
         try:
             self.regroup(self._config.blocks)
         except RegroupRefused as exc:
@@ -73,22 +75,25 @@ class PoolFront:
         Raises:
             RegroupRefused: when a rank did not follow.
         """
-        epoch = self.epoch + 1
+        # Spent even if refused: some ranks may have followed, and none follows a number twice.
+        self.epoch += 1
+        epoch = self.epoch
         knobs = regroup_knobs(epoch, [(block.first, block.degree) for block in blocks])
         # One answer a rank, in the order in which they came: it is not known whose each is.
         answers = self._post("/set_internal_state", {"server_args": knobs})
         followed, size = answers.count(True), self._config.size
         if followed != size:
             raise RegroupRefused(epoch, f"{followed} of {size} ranks followed; see their logs")
-        self.epoch, self.blocks = epoch, blocks
+        self.blocks = blocks
         logger.info("epoch %d: the pool serves as %s", epoch, format_composition(blocks))
 
     def _warm_up(self) -> None:
         def warm(block: Block) -> None:
+            tokens = MIN_TOKENS_PER_RANK * block.degree  # just enough to be sharded
             self._post(
                 "/generate",
                 {
-                    "input_ids": [(block.first + i) % 97 + 3 for i in range(WARM_UP_TOKENS)],
+                    "input_ids": [(block.first + i) % 97 + 3 for i in range(tokens)],
                     "sampling_params": {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True},
                     "routed_dp_rank": block.leader,
                 },
@@ -96,7 +101,19 @@ class PoolFront:
 
         with concurrent.futures.ThreadPoolExecutor(len(self.blocks)) as pool:
             list(pool.map(warm, self.blocks))
-        self._post("/flush_cache", None)
+        self._flush()
+
+    def _flush(self) -> None:
+        clock = WallClock()
+        deadline = clock.now() + FLUSH_TIMEOUT_S
+        while True:
+            try:
+                self._post("/flush_cache", None)
+                return
+            except PoolStartError:
+                if clock.now() >= deadline:
+                    raise
+                clock.pause(POLL_S)
 
     def _wait_until_listening(self) -> None:
         clock = WallClock()

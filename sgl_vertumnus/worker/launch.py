@@ -18,8 +18,9 @@ from vertumnus_router.protocol import (
     PoolDescription,
 )
 
+from sgl_vertumnus import processes
 from sgl_vertumnus.config import PoolConfig
-from sgl_vertumnus.errors import ConfigurationError
+from sgl_vertumnus.errors import ConfigurationError, PoolStartError
 from sgl_vertumnus.preflight import check_flags, check_model
 from sgl_vertumnus.sglang_flags import KV_TOPIC, complete_flags, cpu_kv_tokens
 from sgl_vertumnus.worker.front import PoolFront, add_routes
@@ -64,13 +65,22 @@ def serve(config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[st
         engine.preload(server, facts.name)
     store = open_store(config)
     logger.info("rendezvous on port %d for %s", store.port, config)
-    front = PoolFront(config, server.url(), server.admin_api_key or server.api_key)
+    front = PoolFront(config, server.url())
     add_routes(engine.http_app(), front, lambda: _describe(config, facts, engine.front_state()))
     router = _start_router(server.url(), router_flags)
     try:
-        engine.serve_http(server, start=front.start)
+        engine.serve_http(server, start=lambda: _start(front, router))
     finally:
         _stop_children(router)
+
+
+def _start(front: PoolFront, router: subprocess.Popen[bytes] | None) -> None:
+    front.start()
+    if router is not None and (status := router.poll()) is not None:
+        raise PoolStartError(
+            f"the router exited with status {status}; its log above says why. Use another "
+            f"--router-port, or --no-router"
+        )
 
 
 def _describe(
@@ -106,7 +116,7 @@ def _start_router(pool_url: str, flags: Sequence[str] | None) -> subprocess.Pope
     if flags is None:
         return None
     command = [sys.executable, "-m", "sgl_vertumnus.launch_router", "--pool-urls", pool_url]
-    return subprocess.Popen([*command, *flags])
+    return subprocess.Popen([*command, *flags], preexec_fn=processes.die_with_parent)
 
 
 def _stop_children(router: subprocess.Popen[bytes] | None) -> None:

@@ -28,6 +28,11 @@ class Leaders:
         """Leaders of the blocks whose ranks are all alive, ascending."""
         return [block.leader for block in self._blocks if not self._is_failed(block)]
 
+    @property
+    def answering(self) -> int:
+        """How many ranks answer a control message: all of the blocks that have not failed."""
+        return sum(block.degree for block in self._blocks if not self._is_failed(block))
+
     def leader_for(self, rank: int) -> int | None:
         """Who takes a request that names ``rank``; None when its block has failed."""
         block = self._block_of(rank)

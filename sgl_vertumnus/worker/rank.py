@@ -5,6 +5,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,17 @@ from sgl_vertumnus.worker.groups import Links, build_links, connect_store
 from sgl_vertumnus.worker.prefills import PrefillLog
 from sgl_vertumnus.worker.reporter import Reporter
 from sgl_vertumnus.worker.sharding import is_worth_sharding
+from sgl_vertumnus.worker.stream import Content
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Where a rank serves, and since which epoch."""
+
+    epoch: int
+    block: Block
 
 
 class RankRuntime:
@@ -41,9 +51,9 @@ class RankRuntime:
         self._config = config
         self._manifest = manifest
         self._on_cpu = config.device == "cpu"
-        self._epoch = 0
         self._rank = 0
-        self._block = Block(0, 1)
+        # One object, since the reporter's thread reads it.
+        self._serving = Serving(0, Block(0, 1))
         self._incarnation = ""
         self._lattice: Mapping[Block, Links] = {}
         self._links: Links | None = None
@@ -57,7 +67,7 @@ class RankRuntime:
     def on_parallel_ready(self) -> None:
         """Join the lattice. Raises when a group cannot be formed, which ends the rank."""
         self._rank = engine.data_parallel_rank()
-        self._block = Block(self._rank, 1)
+        self._serving = Serving(0, Block(self._rank, 1))
         self._incarnation = secrets.token_hex(8)
         store = connect_store(self._config)
         store.set(pid_key(self._rank), str(os.getpid()))
@@ -74,7 +84,7 @@ class RankRuntime:
 
     @property
     def is_member(self) -> bool:
-        return self._links is not None and self._rank != self._block.leader
+        return self._links is not None and self._rank != self._serving.block.leader
 
     @property
     def may_sleep(self) -> bool:
@@ -100,10 +110,10 @@ class RankRuntime:
             return compute()
         if not self.is_member:
             output = compute()
-            links.stream.send_tensor(new_kv.read_new_kv(runner, forward_batch))
+            links.stream.send_tensor(Content.KV, new_kv.read_new_kv(runner, forward_batch))
             return output
         received = new_kv.empty_new_kv(runner, forward_batch)
-        links.stream.receive_tensor(received)
+        links.stream.receive_tensor(Content.KV, received)
         new_kv.write_new_kv(runner, forward_batch, received)
         return new_kv.blank_output(runner, forward_batch)
 
@@ -114,9 +124,9 @@ class RankRuntime:
         if not self._on_cpu:
             links.group.broadcast_from_leader(token_ids)
         elif self.is_member:
-            links.stream.receive_tensor(token_ids)
+            links.stream.receive_tensor(Content.TOKENS, token_ids)
         else:
-            links.stream.send_tensor(token_ids)
+            links.stream.send_tensor(Content.TOKENS, token_ids)
 
     def on_batch_started(self, scheduler: Any, batch: Any) -> None:
         self._scheduler = scheduler
@@ -126,7 +136,10 @@ class RankRuntime:
         if started := self._prefills.begin(rids, time.perf_counter()):
             self._send(
                 PrefillStarted(
-                    rank=self._rank, incarnation=self._incarnation, epoch=self._epoch, rids=started
+                    rank=self._rank,
+                    incarnation=self._incarnation,
+                    epoch=self._serving.epoch,
+                    rids=started,
                 )
             )
 
@@ -139,7 +152,10 @@ class RankRuntime:
         if done := self._prefills.end(rids, now_s, engine.prefilled(batch)):
             self._send(
                 PrefillFinished(
-                    rank=self._rank, incarnation=self._incarnation, epoch=self._epoch, done=done
+                    rank=self._rank,
+                    incarnation=self._incarnation,
+                    epoch=self._serving.epoch,
+                    done=done,
                 )
             )
 
@@ -157,18 +173,21 @@ class RankRuntime:
             return False
         block = command.block_of(self._rank)
         links = self._lattice.get(block)
+        if links is not None and block != self._serving.block:
+            # Ranks that served apart hold different prefixes; in lockstep they must hold the same.
+            engine.flush(scheduler)
         engine.apply_geometry(scheduler, group=links.group if links else None)
         self._scheduler, self._links = scheduler, links
-        self._epoch, self._block = command.epoch, block
-        logger.info("epoch %d: rank %d serves in %s", self._epoch, self._rank, block)
+        self._serving = Serving(command.epoch, block)
+        logger.info("epoch %d: rank %d serves in %s", command.epoch, self._rank, block)
         if self._reporter is not None:
             self._reporter.beat()
         return True
 
     def can_regroup(self, scheduler: Any, command: Regroup) -> str | None:
         """Why the command cannot be followed now, or None."""
-        if command.epoch <= self._epoch:
-            return f"epoch {command.epoch} is not newer than {self._epoch}"
+        if command.epoch <= self._serving.epoch:
+            return f"epoch {command.epoch} is not newer than {self._serving.epoch}"
         if not engine.is_idle(scheduler):
             return "requests are queued or running"
         return None
@@ -181,14 +200,15 @@ class RankRuntime:
 
     def _state(self) -> RankState:
         load = engine.load_of(self._scheduler) if self._scheduler is not None else None
+        serving = self._serving
         return RankState(
             version=PROTOCOL_VERSION,
             pool_id=self._config.pool_id,
             rank=self._rank,
             incarnation=self._incarnation,
-            epoch=self._epoch,
-            first=self._block.first,
-            degree=self._block.degree,
+            epoch=serving.epoch,
+            first=serving.block.first,
+            degree=serving.block.degree,
             manifest=self._manifest,
             running_requests=load.running_requests if load else 0,
             waiting_requests=load.waiting_requests if load else 0,

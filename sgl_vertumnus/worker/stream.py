@@ -10,12 +10,13 @@ import socket
 import struct
 from collections.abc import Callable
 from datetime import timedelta
+from enum import Enum
 
 import torch
 import torch.distributed as dist
 from vertumnus_router.lattice import Block
 
-_LENGTH = struct.Struct("<Q")
+_HEADER = struct.Struct("<cQ")
 _PEER = struct.Struct("3i")  # pid, uid, gid
 _JOIN_S = 60.0
 #: A payload up to this size is copied behind its length, to be sent by one call.
@@ -24,6 +25,14 @@ _SMALL_BYTES = 1 << 16
 
 class BlockBroken(ConnectionError):
     """A rank of the block is gone; the block cannot go on."""
+
+
+class Content(Enum):
+    """What a payload is, so that ranks that are out of step find out at once."""
+
+    REQUESTS = b"r"
+    TOKENS = b"t"
+    KV = b"k"
 
 
 class BlockStream:
@@ -58,34 +67,34 @@ class BlockStream:
         except (OSError, dist.DistError) as exc:
             raise BlockBroken(f"rank {rank} could not join {block}: {exc}") from exc
 
-    def send(self, payload: bytes | memoryview) -> None:
+    def send(self, content: Content, payload: bytes | memoryview) -> None:
         """Leader: send to every member. Raises ``BlockBroken``."""
-        length = _LENGTH.pack(len(payload))
+        header = _HEADER.pack(content.value, len(payload))
         small = len(payload) <= _SMALL_BYTES
         try:
             for member in self._members:
                 if small:
-                    member.sendall(length + payload)
+                    member.sendall(header + payload)
                 else:
-                    member.sendall(length)
+                    member.sendall(header)
                     member.sendall(payload)
         except OSError as exc:
             raise BlockBroken(f"a member of {self._block} is gone: {exc}") from exc
 
-    def receive(self) -> bytearray:
+    def receive(self, content: Content) -> bytearray:
         """Member: the next payload; blocks until the leader sends. Raises ``BlockBroken``."""
-        payload = bytearray(self._next_length())
+        payload = bytearray(self._next_length(content))
         self._fill(memoryview(payload))
         return payload
 
-    def send_tensor(self, tensor: torch.Tensor) -> None:
+    def send_tensor(self, content: Content, tensor: torch.Tensor) -> None:
         """Leader: send a CPU tensor's elements to every member."""
-        self.send(_bytes_of(tensor.contiguous()))
+        self.send(content, _bytes_of(tensor.contiguous()))
 
-    def receive_tensor(self, tensor: torch.Tensor) -> None:
+    def receive_tensor(self, content: Content, tensor: torch.Tensor) -> None:
         """Member: overwrite ``tensor`` (contiguous, CPU) with the leader's, in place."""
         view = _bytes_of(tensor)
-        length = self._next_length()
+        length = self._next_length(content)
         if length != len(view):
             raise BlockBroken(
                 f"the ranks of {self._block} are out of step: {length} bytes came, "
@@ -97,10 +106,15 @@ class BlockStream:
         for end in (*self._members, *([self._leader] if self._leader else [])):
             end.close()
 
-    def _next_length(self) -> int:
-        header = bytearray(_LENGTH.size)
+    def _next_length(self, due: Content) -> int:
+        header = bytearray(_HEADER.size)
         self._fill(memoryview(header))
-        return int(_LENGTH.unpack(header)[0])
+        kind, length = _HEADER.unpack(header)
+        if kind != due.value:
+            raise BlockBroken(
+                f"the ranks of {self._block} are out of step: {kind!r} came, {due} was due"
+            )
+        return int(length)
 
     def _fill(self, view: memoryview) -> None:
         if self._leader is None:

@@ -3,12 +3,15 @@
 import logging
 import os
 import signal
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from vertumnus_patches import messages
 from vertumnus_patches.regroup_message import MalformedRegroup, is_regroup
+from vertumnus_router.lattice import Block
 from vertumnus_router.protocol import RankLost, encode_report
 
 from sgl_vertumnus.config import PoolConfig
@@ -25,6 +28,20 @@ POLL_MS = 1000
 SEND_TIMEOUT_MS = 1000
 
 
+#: Requests remembered for the case that their worker dies. The controller does not see them end,
+#: so the oldest make room.
+MAX_SENT = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What it takes to tell the front that a request will not be answered."""
+
+    rid: str
+    http_worker_ipc: str | None
+    leader: int
+
+
 class Supervisor:
     """Implements ``vertumnus_patches.seams.ControllerSeam``."""
 
@@ -34,6 +51,7 @@ class Supervisor:
         self._epoch = 0
         self._lost: zmq.Socket[bytes] | None = None
         self._pidfds: dict[int, int] = {}
+        self._sent: OrderedDict[str, Sent] = OrderedDict()
 
     def run(self, controller: Any) -> None:
         """Serve until the process is stopped."""
@@ -55,7 +73,7 @@ class Supervisor:
             ready = dict(poller.poll(POLL_MS))
             for pidfd in [fd for fd in self._pidfds if fd in ready]:
                 poller.unregister(pidfd)
-                self._on_exit(controller, self._pidfds.pop(pidfd))
+                self._on_exit(controller, self._pidfds.pop(pidfd), to_front)
             if inbox in ready:
                 self._drain(controller, inbox, to_front)
 
@@ -81,7 +99,8 @@ class Supervisor:
         while (message := messages.receive(inbox)) is not None:
             requests = messages.requests_in(message)
             if requests is None:
-                self._send_control(controller, message)
+                if not messages.refuse_session(to_front, message):
+                    self._send_control(controller, message)
                 continue
             for request in requests:
                 self._dispatch(controller, request, to_front)
@@ -94,6 +113,7 @@ class Supervisor:
             elif not self._leaders.alive:
                 raise Unroutable("every worker of this pool has failed")
             controller.dispatching_with_trace(request)
+            self._remember(request)
         except messages.NotMirrorable as exc:
             self._refuse(to_front, request, str(exc), status=400)
         except Unroutable as exc:
@@ -106,6 +126,13 @@ class Supervisor:
     ) -> None:
         logger.warning("request %s was not dispatched: %s", request.rid, reason)
         messages.abort_undispatched(to_front, request, reason, status=status)
+
+    def _remember(self, request: Any) -> None:
+        if request.routed_dp_rank is None:
+            return  # SGLang chose; routers always name a rank
+        self._sent[request.rid] = Sent(request.rid, request.http_worker_ipc, request.routed_dp_rank)
+        if len(self._sent) > MAX_SENT:
+            self._sent.popitem(last=False)
 
     def _send_control(self, controller: Any, message: Any) -> None:
         try:
@@ -123,13 +150,25 @@ class Supervisor:
 
     # -- deaths --------------------------------------------------------------
 
-    def _on_exit(self, controller: Any, rank: int) -> None:
+    def _on_exit(self, controller: Any, rank: int, to_front: zmq.Socket[bytes]) -> None:
         failed = self._leaders.lose(rank)
         logger.error("rank %d exited; %s", rank, f"{failed} failed" if failed else "known")
         self._apply(controller)
         if self._lost is not None:
             report = RankLost(rank=rank, incarnation=None, cause="its process exited")
             self._lost.send_multipart(encode_report(report))
+        if failed is not None:
+            self._end(failed, to_front)
+
+    def _end(self, block: Block, to_front: zmq.Socket[bytes]) -> None:
+        """A block without one of its ranks serves nobody: end the others and their requests."""
+        for pidfd, rank in self._pidfds.items():
+            if rank in block:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        for sent in [one for one in self._sent.values() if one.leader == block.leader]:
+            del self._sent[sent.rid]
+            # The front ignores those that have ended.
+            messages.abort_undispatched(to_front, sent, f"{block} failed", status=503)
 
     def _apply(self, controller: Any) -> None:
         """SGLang sends requests and control messages to its active workers only; members get

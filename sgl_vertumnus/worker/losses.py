@@ -1,0 +1,56 @@
+"""The front's ear for dead ranks: control requests must not wait for their answers."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+import zmq
+from vertumnus_patches import engine
+from vertumnus_router.lattice import Block
+from vertumnus_router.protocol import ProtocolError, RankLost, decode_report
+
+from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.worker.leaders import Leaders
+
+logger = logging.getLogger(__name__)
+
+
+class LossWatch:
+    """Follows the controller's ``RankLost`` reports on a thread of its own.
+
+    SGLang's front collects one answer per rank for every control request, one request at a
+    time: a rank that cannot answer would block all of them for ever.
+    """
+
+    def __init__(self, config: PoolConfig, blocks: Callable[[], tuple[Block, ...]]) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._lost: set[int] = set()
+
+    def start(self) -> None:
+        """Listen from now on."""
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        socket.subscribe(b"")
+        socket.connect(f"tcp://127.0.0.1:{self._config.ports.reports + self._config.size}")
+        threading.Thread(
+            target=self._run, args=(socket,), name="vertumnus-losses", daemon=True
+        ).start()
+
+    def _run(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                report = decode_report(socket.recv_multipart())
+            except ProtocolError as exc:
+                logger.warning("not a report of the controller: %s", exc)
+                continue
+            if isinstance(report, RankLost):
+                self._lost.add(report.rank)
+                engine.expect_control_answers(self.answering())
+
+    def answering(self) -> int:
+        """How many ranks answer a control request now."""
+        leaders = Leaders(self._config.size)
+        leaders.regroup(self._blocks())
+        for rank in self._lost:
+            leaders.lose(rank)
+        return leaders.answering
