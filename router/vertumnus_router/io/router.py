@@ -138,7 +138,9 @@ class Router:
         if any(pool.description for pool in self.pools):
             reasons = []
         if not self.core.is_ready():
-            return [*reasons, "no worker serves"]
+            workers = self.core.workers(self.clock.now())
+            why = [f"worker {one.id} is {one.state.value}: {one.reason}" for one in workers]
+            return [*reasons, "no worker serves", *why]
         if self._waited_s() < self.config.limits.warm_s:
             if not self.tokenizer.settled:
                 reasons.append("the tokenizer is loading")

@@ -226,7 +226,7 @@ class FakePool:
         beat_s: float = 0.1,
     ) -> None:
         self.blocks: tuple[Block, ...] = parse_composition(
-            composition or f"{size}x1", size, (1, 2, 4)
+            composition or f"{size}x1", size, (1, 2, 4, 8)
         )
         self.answers: deque[Answer] = deque()
         self.answer: Answer = stream
@@ -250,7 +250,7 @@ class FakePool:
             pool_id=pool_id,
             sglang_version="0.5.23",
             pool_size=size,
-            degrees=(1, 2, 4),
+            degrees=(1, 2, 4, 8),
             model=ModelInfo(
                 served_name="fake-model",
                 model_path="/models/fake",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from vertumnus_router.core.config import PolicyConfig
 
 from tests.router.io import fake_pool
 from tests.router.io.chat_cases import SMOL, write_model
@@ -49,6 +50,31 @@ def test_before_any_pool_the_process_lives_and_is_not_ready() -> None:
             async with it.client.get("/server_info") as response:
                 assert response.status == 503
                 await it.error(response)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("composition", "policy", "says"),
+    [
+        ("1x8", PolicyConfig(), "has no degree 8, only 1, 2, 4"),
+        ("1x4", PolicyConfig(expected_manifest="mine"), "runs patches 'same'"),
+    ],
+)
+def test_readiness_says_why_workers_are_refused(
+    composition: str, policy: PolicyConfig, says: str
+) -> None:
+    size = int(composition[2:])
+
+    async def scenario() -> None:
+        async with FakePool(size, composition) as pool, running(pool.url, policy=policy) as it:
+            await until(lambda: it.router.core.workers(it.router.clock.now()), "reported")
+            async with it.client.get("/readiness") as response:
+                assert response.status == 503
+                none, why = (await response.json())["reasons"]
+            assert none == "no worker serves"
+            assert why.startswith(f"worker fake/0x{size} is refused: ")
+            assert says in why
 
     run(scenario())
 
