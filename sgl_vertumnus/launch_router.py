@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=30080, help="0 takes a free one (default 30080)")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add("--ready-file", type=Path, help="write {url, port} here once the router listens")
-    add("--control-key", help="admin key of the fronts, for aborts")
+    add("--control-key", help="admin key of the fronts, and of operators elsewhere")
     add("--tokenizer-path", help="directory of the model's tokenizer, if not as the pools say")
     policy = parser.add_argument_group("policy")
     add = policy.add_argument

@@ -16,6 +16,7 @@ from vertumnus_router.core.snapshot import WorkerSnapshot
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.asgi import App, ClientGone, Receive, Scope, Send, read_body
 from vertumnus_router.io.client_request import endpoint_of, parse
+from vertumnus_router.io.operators import require_operator
 from vertumnus_router.io.router import Router
 
 _JSON = "application/json"
@@ -27,8 +28,12 @@ _FROM_A_FRONT = (
     "/model_info",
     "/get_model_info",
 )
-#: GET or POST, sent to the front of every pool.
-_TO_EVERY_FRONT = ("/flush_cache", "/start_profile", "/stop_profile")
+#: Commands of operators, sent to the front of every pool. SGLang's clients flush with either.
+_TO_EVERY_FRONT = {
+    "/flush_cache": ["GET", "POST"],
+    "/start_profile": ["POST"],
+    "/stop_profile": ["POST"],
+}
 
 
 def build_app(router: Router) -> App:
@@ -119,8 +124,8 @@ def _admin(router: Router) -> FastAPI:
 
     for path in _FROM_A_FRONT:
         app.add_api_route(path, _from_a_front(router, path), methods=["GET"])
-    for path in _TO_EVERY_FRONT:
-        app.add_api_route(path, _to_every_front(router, path), methods=["GET", "POST"])
+    for path, methods in _TO_EVERY_FRONT.items():
+        app.add_api_route(path, _to_every_front(router, path), methods=methods)
     return app
 
 
@@ -137,6 +142,7 @@ def _from_a_front(router: Router, path: str) -> Callable[[Request], Any]:
 
 def _to_every_front(router: Router, path: str) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
+        require_operator(request, router.config.control_key)
         urls = [pool.url for pool in router.pools if pool.description]
         if not urls:
             raise ApiError(503, "no_pool", "no pool has joined this router yet")

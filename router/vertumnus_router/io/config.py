@@ -37,7 +37,8 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """``profile`` is the name of a shipped profile or the path of a file. ``control_key`` is
-    sent to the fronts as a bearer token with commands (aborts). ``tokenizer_path`` replaces the
+    sent to the fronts as a bearer token with commands (aborts), and lets clients on other hosts
+    give commands of operators. ``tokenizer_path`` replaces the
     path that the pools name. ``ready_file`` is written once the router listens."""
 
     pool_urls: tuple[str, ...]

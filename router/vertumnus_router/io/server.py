@@ -82,6 +82,9 @@ async def serve(
             access_log=False,
             server_header=False,
             date_header=False,
+            # Whose X-Forwarded-For counts: the environment's FORWARDED_ALLOW_IPS could let any
+            # client say that it is on this host.
+            forwarded_allow_ips=["127.0.0.1", "::1"],
             ws="none",
             timeout_keep_alive=30,
             # None would wait for ever; uvicorn takes whole seconds.

@@ -233,7 +233,7 @@ class FakePool:
         self.answer_by_rank: dict[int, Answer] = {}
         self.seen: list[Seen] = []
         self.aborted: list[str] = []
-        self.flushed = 0
+        self.commands: list[str] = []
         self.running: set[str] = set()
         self.ranks: list[FakeRank] = []
         self.beating = True
@@ -306,7 +306,8 @@ class FakePool:
         for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
             app.router.add_post(path, self._serve)
         app.router.add_post("/abort_request", self._abort)
-        app.router.add_post("/flush_cache", self._flush)
+        for path in ("/flush_cache", "/start_profile", "/stop_profile"):
+            app.router.add_post(path, self._command)
         app.router.add_get("/server_info", self._info)
         app.router.add_get("/model_info", self._info)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -382,9 +383,9 @@ class FakePool:
         self.abort_event(rid).set()
         return web.Response()
 
-    async def _flush(self, _: web.Request) -> web.Response:
-        self.flushed += 1
-        return web.Response(text="Cache flushed.\n")
+    async def _command(self, request: web.Request) -> web.Response:
+        self.commands.append(request.path)
+        return web.Response(text="Done.\n")
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response({"path": request.path, "internal_states": [{}]})

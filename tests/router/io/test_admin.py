@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from vertumnus_router.clock import WallClock
 from vertumnus_router.core.config import PolicyConfig
+from vertumnus_router.io.admin import build_app
+from vertumnus_router.io.config import RouterConfig
+from vertumnus_router.io.router import Router
 
 from tests.router.io import fake_pool
 from tests.router.io.chat_cases import SMOL, write_model
@@ -187,8 +191,8 @@ def test_what_bench_serving_asks_besides_inference() -> None:
             await until(lambda: all(link.description for link in it.router.pools), "both")
             async with it.client.post("/flush_cache", params={"timeout": 1.0}) as response:
                 assert response.status == 200
-                assert (await response.text()).count("Cache flushed") == 2
-            assert (one.flushed, two.flushed) == (1, 1)
+                assert (await response.text()).count("Done.") == 2
+            assert one.commands == two.commands == ["/flush_cache"]
             for path in ("/server_info", "/get_server_info", "/model_info"):
                 async with it.client.get(path) as response:
                     if path == "/get_server_info":
@@ -200,6 +204,78 @@ def test_what_bench_serving_asks_besides_inference() -> None:
                 assert response.status in (200, 502)
 
     run(scenario())
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_commands_are_for_this_host_and_for_holders_of_the_key(key: str | None) -> None:
+    remote = {"x-forwarded-for": "203.0.113.9"}  # as a proxy on this host tells it
+    wrong = {**remote, "authorization": "Bearer guess"}
+    right = {**remote, "authorization": "Bearer secret"}
+
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url, control_key=key) as it:
+            await it.ready()
+            for path in ("/flush_cache", "/start_profile", "/stop_profile"):
+                for headers in (remote, wrong, right) if key is None else (remote, wrong):
+                    async with it.client.post(path, headers=headers) as response:
+                        assert response.status == 403
+                        error = await it.error(response)
+                    assert error["code"] == "operators_only"
+                    assert "Authorization: Bearer" in error["message"]
+                    assert ("--control-key" in error["message"]) == (key is None)
+            assert pool.commands == []
+            allowed = [{}] if key is None else [{}, right]
+            for headers in allowed:
+                async with it.client.get("/flush_cache", headers=headers) as response:
+                    assert response.status == 200
+                for path in ("/start_profile", "/stop_profile"):
+                    async with it.client.get(path, headers=headers) as response:
+                        assert response.status == 405
+                        await it.error(response)
+                    async with it.client.post(path, headers=headers) as response:
+                        assert response.status == 200
+            assert pool.commands == ["/flush_cache", "/start_profile", "/stop_profile"] * len(
+                allowed
+            )
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 503),
+        ("127.8.9.1", 503),
+        ("::1", 503),
+        ("::ffff:127.0.0.1", 503),
+        ("10.0.0.7", 403),
+        ("::ffff:10.0.0.7", 403),
+        ("2001:db8::1", 403),
+        ("localhost", 403),
+        (None, 403),
+    ],
+)
+def test_which_addresses_are_this_host(host: str | None, status: int) -> None:
+    """Those that are get as far as the pools, of which there is none."""
+    sent: list[dict[str, Any]] = []
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/flush_cache",
+        "query_string": b"",
+        "headers": [],
+        "client": None if host is None else (host, 40000),
+    }
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    router = Router(RouterConfig(pool_urls=("http://127.0.0.1:1",)), WallClock())
+    asyncio.run(build_app(router)(scope, receive, send))
+    assert sent[0]["status"] == status
 
 
 def test_the_openai_client_works_unmodified() -> None:
