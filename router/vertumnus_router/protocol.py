@@ -68,7 +68,6 @@ class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: KvEvents
     reports: Endpoint
     manifest: str
-    profile: str | None = None
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="rank_state"):

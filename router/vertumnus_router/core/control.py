@@ -40,7 +40,7 @@ from vertumnus_router.core.requests import Entry, Phase, RequestTable
 from vertumnus_router.core.snapshot import WorkerSnapshot
 from vertumnus_router.core.trie import PrefixIndex
 from vertumnus_router.core.types import Rank, Request, RequestId, WorkerId
-from vertumnus_router.core.workers import Candidate
+from vertumnus_router.core.workers import Candidate, Worker
 
 
 class ControlPlane:
@@ -233,20 +233,27 @@ class ControlPlane:
 
     def workers(self, now: float) -> tuple[WorkerSnapshot, ...]:
         """Every worker and would-be worker, by pool and rank."""
-        return tuple(
-            WorkerSnapshot(
-                id=worker.id,
-                pool=(pool := worker.candidate.pool.pool),
-                degree=worker.candidate.degree,
-                ranks=(ranks := tuple(Rank(pool, i) for i in worker.candidate.block.ranks)),
-                epoch=worker.epoch,
-                state=worker.state,
-                queue_s=self._ledger.queue_s(worker.id, now),
-                requests=tuple(entry.id for entry in self._table.assigned(worker.id)),
-                rank_blocks=tuple(map(self._blocks_held, ranks)),
-                reason=worker.reason,
-            )
-            for worker in self._membership.workers
+        return tuple(self._snapshot(worker, now) for worker in self._membership.workers)
+
+    def _snapshot(self, worker: Worker, now: float) -> WorkerSnapshot:
+        pool, block = worker.candidate.pool.pool, worker.candidate.block
+        ranks = tuple(Rank(pool, index) for index in block.ranks)
+        reports = map(self._membership.last_report, ranks)
+        leader = self._membership.last_report(Rank(pool, block.leader))
+        return WorkerSnapshot(
+            id=worker.id,
+            pool=pool,
+            degree=block.degree,
+            ranks=ranks,
+            epoch=worker.epoch,
+            state=worker.state,
+            queue_s=self._ledger.queue_s(worker.id, now),
+            requests=tuple(entry.id for entry in self._table.assigned(worker.id)),
+            rank_blocks=tuple(map(self._blocks_held, ranks)),
+            rank_kv_used_tokens=tuple(None if r is None else r.kv_used_tokens for r in reports),
+            running_requests=None if leader is None else leader.running_requests,
+            waiting_requests=None if leader is None else leader.waiting_requests,
+            reason=worker.reason,
         )
 
     def _blocks_held(self, rank: Rank) -> int:
@@ -271,6 +278,11 @@ class ControlPlane:
     def index_nodes(self) -> int:
         """Nodes of the prefix index, at most ``config.index_nodes``."""
         return len(self._index)
+
+    @property
+    def index_forgotten(self) -> int:
+        """Cached blocks that the prefix index has given up since it was full."""
+        return self._index.forgotten
 
     def corrections(self) -> dict[int, Correction]:
         """By degree: how far reported prefill times are from the profile."""

@@ -76,6 +76,11 @@ class Membership:
         record = self._record(rank)
         return None if record is None else record.slot
 
+    def last_report(self, rank: Rank) -> RankReported | None:
+        """What the rank last said of itself, None before its first report."""
+        record = self._record(rank)
+        return None if record is None else record.report
+
     def join(self, joined: PoolJoined) -> Change:
         """A pool described itself. Another description than before replaces the pool."""
         known = self._pools.get(joined.pool)

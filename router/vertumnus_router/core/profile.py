@@ -83,11 +83,6 @@ def decode_profile(data: bytes, source: str) -> Profile:
     return profile
 
 
-def encode_profile(profile: Profile) -> bytes:
-    """The inverse of ``decode_profile``, indented for people."""
-    return msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
-
-
 def _faults(profile: Profile) -> list[str]:
     if profile.version != PROFILE_VERSION:
         return [f"version {profile.version}, this router reads version {PROFILE_VERSION}"]

@@ -67,11 +67,6 @@ class PrefixIndex:
         """How many blocks the rank in ``slot`` holds, as far as the index knows."""
         return self._held.get(slot, 0)
 
-    def holders(self, block: BlockHash) -> int:
-        """The mask of the ranks that hold ``block``, whatever lies above it."""
-        node = self._nodes.get(block)
-        return node.holders if node is not None else 0
-
     def match(self, blocks: Sequence[BlockHash]) -> PrefixMatch:
         """Walk the chain once, until no rank holds further."""
         cuts: list[tuple[int, int]] = []

@@ -207,6 +207,9 @@ def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
         "requests": len(worker.requests),
         "cached_blocks": worker.cached_blocks,
         "rank_blocks": list(worker.rank_blocks),
+        "running_requests": worker.running_requests,
+        "waiting_requests": worker.waiting_requests,
+        "rank_kv_used_tokens": list(worker.rank_kv_used_tokens),
     }
 
 

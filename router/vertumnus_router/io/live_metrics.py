@@ -16,6 +16,7 @@ def live_samples(router: "Router") -> Iterator[Sample]:
     yield "vertumnus_queue_length", (), core.queued_count
     yield "vertumnus_requests_pending", (), core.pending_count
     yield "vertumnus_index_nodes", (), core.index_nodes
+    yield "vertumnus_index_forgotten_blocks_total", (), core.index_forgotten
     yield "vertumnus_ready", (), float(not router.not_ready())
     workers = core.workers(router.clock.now())
     by_degree = Counter((str(w.degree), w.state.value) for w in workers)

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 from vertumnus_router.core.events import RankLost
 from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.types import PoolId, Rank, WorkerState
 from vertumnus_router.lattice import Block
 
-from tests.router.core.scene import joined, reported
+from tests.router.core.scene import Scene, joined, reported
 
 LEFT, RIGHT, WHOLE = Block(0, 2), Block(2, 2), Block(0, 4)
 ONES = [Block(i, 1) for i in range(4)]
@@ -298,6 +300,24 @@ def test_another_description_replaces_the_pool() -> None:
     assert [w.id for w, _ in change.lost] == ["p/0x2", "p/2x2"]
     assert change.void == (0, 1, 2, 3)
     assert membership.workers == ()
+
+
+def test_load_is_as_last_reported_and_unknown_before() -> None:
+    scene = Scene(None)
+    scene.feed(joined("p", 2))
+    follower = replace(
+        reported(1, Block(0, 2)), running_requests=7, waiting_requests=7, kv_used_tokens=70
+    )
+    scene.feed(follower)
+    (worker,) = scene.control.workers(scene.now)
+    assert (worker.running_requests, worker.waiting_requests) == (None, None)
+    assert worker.rank_kv_used_tokens == (None, 70)
+    leader = replace(reported(0, Block(0, 2)), running_requests=2, waiting_requests=1)
+    for tokens in (10, 20):
+        scene.feed(replace(leader, kv_used_tokens=tokens))
+    (worker,) = scene.control.workers(scene.now)
+    assert (worker.running_requests, worker.waiting_requests) == (2, 1)
+    assert worker.rank_kv_used_tokens == (20, 70)
 
 
 def test_a_lost_pool_is_forgotten() -> None:

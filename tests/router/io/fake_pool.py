@@ -146,6 +146,7 @@ class FakeRank:
     replay: SocketReader
     incarnation: str
     silent: bool = False
+    load: dict[str, int] = field(default_factory=dict)
     sequence: Iterable[int] = field(default_factory=itertools.count)
     buffer: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=10_000))
     replays_asked: list[int] = field(default_factory=list)
@@ -191,6 +192,7 @@ class FakeRank:
                 first=block.first,
                 degree=block.degree,
                 manifest=self.pool.description.manifest,
+                **self.load,
             )
         )
 

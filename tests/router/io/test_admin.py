@@ -16,7 +16,7 @@ from vertumnus_router.io.router import Router
 from tests.router.io import fake_pool
 from tests.router.io.chat_cases import SMOL, write_model
 from tests.router.io.fake_pool import FakePool, pools
-from tests.router.io.harness import run, running, until
+from tests.router.io.harness import Running, run, running, until
 
 
 def test_models_health_and_readiness() -> None:
@@ -83,6 +83,11 @@ def test_readiness_says_why_workers_are_refused(
     run(scenario())
 
 
+def kv_used(it: Running) -> list[list[int | None]]:
+    found = it.router.core.workers(it.router.clock.now())
+    return [list(worker.rank_kv_used_tokens) for worker in found]
+
+
 def test_workers_are_listed_with_what_they_do() -> None:
     async def scenario() -> None:
         async with FakePool(4, "2x1,1x2") as pool, running(pool.url) as it:
@@ -91,12 +96,23 @@ def test_workers_are_listed_with_what_they_do() -> None:
             pool.answer = fake_pool.hang
             task = asyncio.create_task(it.chat())
             await until(lambda: pool.running, "running")
+            for rank in pool.ranks:
+                rank.load = {
+                    "running_requests": 10 + rank.index,
+                    "waiting_requests": rank.index,
+                    "kv_used_tokens": 100 * rank.index,
+                }
+                rank.beat()
+            await until(lambda: kv_used(it) == [[0], [100], [200, 300]], "all loads")
             async with it.client.get("/workers") as response:
                 content = await response.json()
             workers = {worker["id"]: worker for worker in content["workers"]}
             assert set(workers) == {"fake/0x1", "fake/1x1", "fake/2x2"}
             assert workers["fake/2x2"]["ranks"] == [2, 3]
             assert workers["fake/2x2"]["degree"] == 2
+            assert workers["fake/2x2"]["running_requests"] == 12, "the leader's count"
+            assert workers["fake/2x2"]["waiting_requests"] == 2
+            assert workers["fake/2x2"]["rank_kv_used_tokens"] == [200, 300]
             assert all(worker["state"] == "serving" for worker in workers.values())
             assert sum(worker["requests"] for worker in workers.values()) == 1
             assert max(worker["queue_s"] for worker in workers.values()) > 0
@@ -169,6 +185,7 @@ def test_metrics_parse_and_their_labels_are_bounded() -> None:
                 "vertumnus_workers",
                 "vertumnus_event_gaps",
                 "vertumnus_index_nodes",
+                "vertumnus_index_forgotten_blocks",
             ):
                 assert name in families, name
             outcomes = {
