@@ -13,7 +13,7 @@ from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
 from vertumnus_router.core.config import POLICIES, ConfigError, PolicyConfig
 from vertumnus_router.core.profile import ProfileError
-from vertumnus_router.io.config import Limits, RouterConfig
+from vertumnus_router.io.config import DEFAULT_PORT, Limits, RouterConfig
 from vertumnus_router.profiles import DEFAULT, shipped
 
 _POLICY, _LIMITS = PolicyConfig(), Limits()
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the HTTP fronts of the pools, such as http://127.0.0.1:30000",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    add("--port", type=int, default=30080, help="0 takes a free one (default 30080)")
+    add("--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default %(default)s)")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add("--ready-file", type=Path, help="write {url, port} here once the router listens")
     add("--control-key", help="admin key of the fronts, and of operators elsewhere")

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 from vertumnus_router.core.config import ConfigError, PolicyConfig
 from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
 
+DEFAULT_PORT = 30080
+
 _SECRET = frozenset(("control_key",))
 
 
@@ -43,7 +45,7 @@ class RouterConfig:
 
     pool_urls: tuple[str, ...]
     host: str = "127.0.0.1"
-    port: int = 30080
+    port: int = DEFAULT_PORT
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     profile: str = DEFAULT_PROFILE
     control_key: str | None = None

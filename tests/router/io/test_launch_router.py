@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vertumnus_patches.install import manifest
+from vertumnus_patches.patches import ALL_PATCHES
+from vertumnus_router.core.config import PolicyConfig
+from vertumnus_router.io.config import RouterConfig
 
+from sgl_vertumnus import launch_router
 from tests.router.io.fake_pool import FakePool, stream_slowly
 from tests.router.io.harness import run, until
 
@@ -55,6 +60,13 @@ def test_it_refuses_what_cannot_work(flags: list[str], status: int, says: str) -
     assert result.returncode == status
     assert says in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_its_defaults_are_those_of_the_configuration() -> None:
+    options = launch_router._parser().parse_args(["--pool-urls", "http://a"])
+    policy = PolicyConfig(expected_manifest=manifest(ALL_PATCHES))
+    expected = RouterConfig(pool_urls=("http://a",), policy=policy)
+    assert launch_router.router_config(options) == expected
 
 
 def test_help_names_every_group() -> None:
