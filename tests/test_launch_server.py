@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vertumnus_router.profiles import DEFAULT
 
 from sgl_vertumnus import launch_server
 from sgl_vertumnus.environment import POOL_VARIABLE, pool_config
@@ -102,7 +104,9 @@ def test_help_needs_neither_torch_nor_sglang() -> None:
         ([*BASE, "--host", "192.0.2.1"], "no address of this machine"),
         ([*BASE, "--policy", "best"], "paper"),
         ([*BASE, "--router-port", "http"], "--router-port"),
-        ([*BASE, "--profile", "/no/such/profile.json"], "no such file"),
+        ([*BASE, "--profile", "/no/such/profile.json"], "nor one of smollm2-135m-cpu"),
+        ([*BASE, "--profile", __file__], "not a profile"),
+        (["--model-path", "m", "--pool-size", "64", "--cp-degrees", "1,64"], "--profile"),
     ],
 )
 def test_usage_errors_exit_2_before_anything_starts(
@@ -200,7 +204,7 @@ def test_children_find_the_configuration(started: Started) -> None:
 
 def test_the_router_stands_where_it_was_told_to(started: Started, tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
-    profile.write_text("{}")
+    profile.write_bytes((files("vertumnus_router.profiles") / f"{DEFAULT}.json").read_bytes())
     launch_server.main(
         [
             *BASE,
@@ -215,6 +219,17 @@ def test_the_router_stands_where_it_was_told_to(started: Started, tmp_path: Path
     options = _parser().parse_args(["--pool-urls", "http://127.0.0.1:1", *flags])
     assert (options.host, options.port, options.policy) == ("127.0.0.1", 31999, "late")
     assert options.profile == str(profile)
+
+
+def test_without_a_router_its_profile_does_not_matter(started: Started) -> None:
+    launch_server.main(
+        [
+            *("--model-path", "m", "--pool-size", "64", "--cp-degrees", "1,64"),
+            *("--device", "cpu", "--no-router"),
+        ]
+    )
+    ((config, _, flags),) = started.calls
+    assert config.degrees == (1, 64) and flags is None
 
 
 def test_ports_of_a_pool_do_not_overlap(started: Started) -> None:
@@ -235,10 +250,12 @@ def test_a_cpu_pool_gets_its_platform_and_every_rank_its_cores(
 ) -> None:
     for name in ("SGLANG_PLATFORM", "SGLANG_CPU_OMP_THREADS_BIND", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     launch_server.main([*BASE, "--device", "cpu"])
     ((config, _, _),) = started.calls
     assert os.environ["SGLANG_PLATFORM"] == "vertumnus_cpu"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "SGLang would go other ways with one in sight"
     cores = [group.split(",") for group in os.environ["SGLANG_CPU_OMP_THREADS_BIND"].split("|")]
     available = {str(core) for core in os.sched_getaffinity(0)}
     assert len(cores) == config.size
@@ -260,9 +277,11 @@ def test_a_gpu_pool_is_left_to_sglangs_own_platform(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     launch_server.main([*BASE, "--device", "cuda"])
     ((config, _, _),) = started.calls
     assert config.device == "cuda" and "SGLANG_PLATFORM" not in os.environ
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 @pytest.mark.parametrize("gpu", [True, False])

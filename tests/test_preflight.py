@@ -125,7 +125,6 @@ def test_as_written_on_a_command_line(flags: list[str], named: list[str]) -> Non
         ["--chunked-prefill-size", "512", "--max-total-tokens", "4096"],
         ["--schedule-policy", "lpm"],
         ["--elastic-ep-backend", "none"],
-        ["--api-key", "k", "--admin-api-key", "a"],
         ["--enable-metrics", "--log-level", "warning"],
         ["--disable-overlap-schedule", "--dtype", "bfloat16"],
     ],

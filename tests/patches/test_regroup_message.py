@@ -16,7 +16,7 @@ from vertumnus_patches.regroup_message import (
 
 
 @given(
-    epoch=st.integers(0, 2**53),
+    epoch=st.integers(1, 2**53 - 1),
     degrees=st.dictionaries(st.integers(0, 1000), st.integers(1, 64), max_size=8),
 )
 def test_what_was_written_is_read(epoch: int, degrees: dict[int, int]) -> None:
@@ -33,6 +33,9 @@ def test_what_was_written_is_read(epoch: int, degrees: dict[int, int]) -> None:
     [
         {},
         {"vertumnus.leader.0": 1},
+        {"vertumnus.epoch": 0},
+        {"vertumnus.epoch": -1},
+        {"vertumnus.epoch": 2**53},
         {"vertumnus.epoch": 1.5},
         {"vertumnus.epoch": math.nan},
         {"vertumnus.epoch": math.inf},

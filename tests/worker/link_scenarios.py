@@ -14,6 +14,7 @@ from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.worker import groups
 from sgl_vertumnus.worker.exchange import receive_step, send_step
 from sgl_vertumnus.worker.groups import Links, build_links, connect_store
+from sgl_vertumnus.worker.stream import Content
 from tests.patches.sglang_requests import generate_request
 
 
@@ -74,16 +75,16 @@ def tensors(_: Any, config: PoolConfig, rank: int) -> list[list[float]]:
         for dtype in (torch.int64, torch.int32, torch.float32, torch.bfloat16):
             tensor = (torch.arange(6, dtype=dtype).view(2, 3) + 10 * rank).t()
             if rank == block.leader:
-                stream.send_tensor(tensor)  # not contiguous
+                stream.send_tensor(Content.KV, tensor)  # not contiguous
             else:
                 tensor = tensor.contiguous()
-                stream.receive_tensor(tensor)
+                stream.receive_tensor(Content.KV, tensor)
             seen.append(tensor.flatten().tolist())
         large = torch.full((3 << 20,), float(rank))
         if rank == block.leader:
-            stream.send_tensor(large)
+            stream.send_tensor(Content.KV, large)
         else:
-            stream.receive_tensor(large)
+            stream.receive_tensor(Content.KV, large)
         return [*seen, [float(large.sum())]]
 
 
@@ -91,9 +92,18 @@ def wrong_size(_: Any, config: PoolConfig, rank: int) -> None:
     (block,) = lattice(config.size, config.degrees)
     with joined(config, rank) as links:
         if rank == block.leader:
-            links[block].stream.send_tensor(torch.zeros(3))
+            links[block].stream.send_tensor(Content.KV, torch.zeros(3))
         else:
-            links[block].stream.receive_tensor(torch.zeros(4))
+            links[block].stream.receive_tensor(Content.KV, torch.zeros(4))
+
+
+def wrong_turn(_: Any, config: PoolConfig, rank: int) -> None:
+    (block,) = lattice(config.size, config.degrees)
+    with joined(config, rank) as links:
+        if rank == block.leader:
+            links[block].stream.send_tensor(Content.TOKENS, torch.zeros(4))
+        else:
+            receive_step(links[block].stream)
 
 
 def collectives(_: Any, config: PoolConfig, rank: int) -> dict[tuple[int, int], Any]:

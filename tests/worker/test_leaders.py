@@ -54,6 +54,7 @@ class LeadersMachine(RuleBasedStateMachine):
     @invariant()
     def leaders_are_those_of_whole_blocks(self) -> None:
         whole = [r for r in range(self.size) if not self.dead & set(self.block_of[r])]
+        assert self.leaders.answering == len(whole)
         assert self.leaders.alive == sorted({self.block_of[rank][0] for rank in whole})
         for rank in range(self.size):
             expected = self.block_of[rank][0] if rank in whole else None

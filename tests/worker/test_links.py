@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from vertumnus_router.lattice import Block, lattice
 from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.worker.groups import connect_store
 from sgl_vertumnus.worker.rendezvous import open_store
-from sgl_vertumnus.worker.stream import BlockBroken, BlockStream
+from sgl_vertumnus.worker.stream import BlockBroken, BlockStream, Content
 from tests.worker import link_scenarios as scenarios
 from tests.worker.configs import config_of
 from tests.worker.ranks import Died, Raised, run
@@ -64,10 +65,19 @@ def test_tensors_arrive_in_place(pair: PoolConfig) -> None:
 
 
 @needs_sglang
-def test_ranks_that_are_out_of_step_do_not_go_on(pair: PoolConfig) -> None:
-    _, member = run(scenarios.wrong_size, calls(pair))
+@pytest.mark.parametrize(
+    ("scenario", "what"),
+    [
+        (scenarios.wrong_size, "12 bytes came, 16 were due"),
+        (scenarios.wrong_turn, "b't' came, Content.REQUESTS was due"),
+    ],
+)
+def test_ranks_that_are_out_of_step_do_not_go_on(
+    pair: PoolConfig, scenario: Any, what: str
+) -> None:
+    _, member = run(scenario, calls(pair))
     assert isinstance(member, Raised) and member.kind == "BlockBroken"
-    assert "out of step: 12 bytes came, 16 were due" in member.text
+    assert f"out of step: {what}" in member.text
 
 
 # -- collectives ----------------------------------------------------------------------------------
@@ -116,13 +126,13 @@ def test_a_member_does_not_lead(monkeypatch: pytest.MonkeyPatch) -> None:
     with ours, theirs:
         leader = BlockStream(Block(0, 2), [theirs], None)
         with pytest.raises(ValueError, match="nothing to receive"):
-            leader.receive()
+            leader.receive(Content.REQUESTS)
         member = BlockStream(Block(0, 2), [], ours)
-        leader.send(b"abc")
-        assert member.receive() == b"abc"
+        leader.send(Content.REQUESTS, b"abc")
+        assert member.receive(Content.REQUESTS) == b"abc"
         leader.close()
         with pytest.raises(BlockBroken, match=r"the leader of .* is gone"):
-            member.receive()
+            member.receive(Content.REQUESTS)
 
 
 # -- rendezvous -----------------------------------------------------------------------------------

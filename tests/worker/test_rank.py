@@ -16,6 +16,7 @@ from vertumnus_router.protocol import PrefillFinished, PrefillStarted, RankState
 from sgl_vertumnus.worker import rank as rank_module
 from sgl_vertumnus.worker.groups import Links
 from sgl_vertumnus.worker.rank import RankRuntime, pid_key
+from sgl_vertumnus.worker.stream import Content
 from tests.worker.configs import config_of
 
 CONFIG = config_of(4, (1, 2, 4))
@@ -25,20 +26,24 @@ class Stream:
     """The member's or leader's end, with what is on it."""
 
     def __init__(self) -> None:
-        self.sent: list[bytes] = []
+        self.sent: list[tuple[Content, Any]] = []
         self.coming: list[Any] = []
 
-    def send(self, payload: bytes) -> None:
-        self.sent.append(payload)
+    def send(self, content: Content, payload: bytes) -> None:
+        self.sent.append((content, payload))
 
-    def receive(self) -> bytearray:
-        return bytearray(self.coming.pop(0))
+    def receive(self, content: Content) -> bytearray:
+        came, payload = self.coming.pop(0)
+        assert came is content
+        return bytearray(payload)
 
-    def send_tensor(self, tensor: torch.Tensor) -> None:
-        self.sent.append(tensor.clone())  # type: ignore[arg-type]
+    def send_tensor(self, content: Content, tensor: torch.Tensor) -> None:
+        self.sent.append((content, tensor.clone()))
 
-    def receive_tensor(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(self.coming.pop(0))
+    def receive_tensor(self, content: Content, tensor: torch.Tensor) -> None:
+        came, sent = self.coming.pop(0)
+        assert came is content
+        tensor.copy_(sent)
 
 
 class Reports:
@@ -76,6 +81,7 @@ class Scene:
     def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch, config: Any = CONFIG) -> None:
         self.number = number
         self.geometries: list[Any] = []
+        self.flushes = 0
         self.store = dist.HashStore()
         self.links = {
             block: Links(SimpleNamespace(block=block), Stream())  # type: ignore[arg-type]
@@ -86,6 +92,7 @@ class Scene:
         monkeypatch.setattr(
             engine, "apply_geometry", lambda scheduler, group: self.geometries.append(group)
         )
+        monkeypatch.setattr(engine, "flush", lambda scheduler: self._flush())
         monkeypatch.setattr(rank_module, "connect_store", lambda _: self.store)
         monkeypatch.setattr(rank_module, "build_links", lambda *_: self.links)
         monkeypatch.setattr(rank_module, "Reporter", Reports)
@@ -96,16 +103,20 @@ class Scene:
         assert isinstance(reporter, Reports)
         self.reports = reporter
 
+    def _flush(self) -> None:
+        self.flushes += 1
+
     def regroup(self, epoch: int, *blocks: tuple[int, int]) -> bool:
         return self.rank.reconfigure(self.scheduler, regroup_knobs(epoch, blocks))
 
     def state(self) -> Any:
-        keys = ("_epoch", "_block", "_links", "_scheduler")
+        keys = ("_serving", "_links", "_scheduler")
         return (
             [getattr(self.rank, key) for key in keys],
             self.rank.is_member,
             self.rank.may_sleep,
             list(self.geometries),
+            self.flushes,
             self.reports.beats,
             self.rank._state(),
         )
@@ -185,6 +196,21 @@ def test_a_rank_goes_through_compositions(scene_of: Any) -> None:
     assert scene.geometries[-1] is None and len(scene.geometries) == 5
 
 
+def test_prefixes_of_ranks_that_served_apart_are_forgotten_in_lockstep(scene_of: Any) -> None:
+    """A block whose ranks match different prefixes would run different batches."""
+    scene = scene_of(3)
+    for epoch, blocks, flushes in (
+        (1, [(0, 1), (1, 1), (2, 1), (3, 1)], 0),  # alone before, alone now
+        (2, [(0, 2), (2, 2)], 1),
+        (3, [(0, 1), (1, 1), (2, 2)], 1),  # its own block stays
+        (4, [(0, 4)], 2),
+        (5, [(0, 2), (2, 1), (3, 1)], 2),  # a split keeps what all have
+        (6, [(0, 2), (2, 2)], 3),
+    ):
+        assert scene.regroup(epoch, *blocks)
+        assert scene.flushes == flushes
+
+
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -240,6 +266,7 @@ def test_a_geometry_that_sglang_refuses_ends_the_rank_as_it_was(
     monkeypatch.setattr(engine, "apply_geometry", refuse)
     with pytest.raises(ValueError, match="inconsistent"):
         scene.regroup(1, (0, 4))
+    scene.flushes = 0  # what was forgotten costs time, nothing else
     assert scene.state() == before
 
 
@@ -268,7 +295,8 @@ def test_a_leader_tells_its_members_every_step(scene_of: Any, wire: None) -> Non
     scene.regroup(1, (0, 1), (1, 1), (2, 2))
     assert scene.rank.exchange_requests([1, 2]) == [1, 2]
     assert scene.rank.exchange_requests([]) == []
-    assert scene.links[Block(2, 2)].stream.sent == [b"[1, 2]", b"[]"]
+    told = [(Content.REQUESTS, b"[1, 2]"), (Content.REQUESTS, b"[]")]
+    assert scene.links[Block(2, 2)].stream.sent == told
     assert scene.links[Block(0, 4)].stream.sent == []
 
 
@@ -276,7 +304,7 @@ def test_a_member_does_what_its_leader_says(scene_of: Any, wire: None) -> None:
     scene = scene_of(3)
     scene.regroup(1, (0, 1), (1, 1), (2, 2))
     stream = scene.links[Block(2, 2)].stream
-    stream.coming = [b"[1, 2]", b"[]"]
+    stream.coming = [(Content.REQUESTS, b"[1, 2]"), (Content.REQUESTS, b"[]")]
     assert scene.rank.exchange_requests(None) == [1, 2]
     assert scene.rank.exchange_requests(["its own socket"]) == []
     assert stream.sent == []
