@@ -43,6 +43,13 @@ def request(prompt: Prompt) -> dict[str, object]:
     }
 
 
+def generate_plainly(server: Server, prompt: Prompt, rank: int) -> tuple[int, ...]:
+    """Without logprobs: what most clients ask, and what only a block's leader computes when
+    it is not sharded."""
+    answer = server.post("/generate", request(prompt) | {"routed_dp_rank": rank})
+    return tuple(answer["output_ids"])
+
+
 def generate(server: Server, prompt: Prompt, rank: int | None = None) -> Output:
     body = request(prompt) | {"return_logprob": True, "logprob_start_len": -1}
     answer = server.post("/generate", body if rank is None else body | {"routed_dp_rank": rank})
@@ -141,6 +148,8 @@ def test_cold_and_cached_prompts(degree: int, wide_pool: Server, reference: Refe
         again = generate(wide_pool, prompt, LEADERS[degree])
         assert cold.cached_tokens == 0
         assert again.cached_tokens == (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
+        plainly = generate_plainly(wide_pool, prompt, LEADERS[degree])
+        assert plainly == reference.plain[prompt].tokens, f"degree {degree}, {len(prompt)} tokens"
         for name, output in (("cold", cold), ("cached", again)):
             what = f"degree {degree}, {len(prompt)} tokens, {name}"
             assert_equal(output, reference.plain[prompt], what)
@@ -174,11 +183,23 @@ def test_members_hold_what_their_leader_computed_alone(
 
 
 def test_concurrent_prompts_of_unequal_lengths(wide_pool: Server, reference: Reference) -> None:
+    """Half of them with logprobs: one such request changes how its whole batch is computed."""
     asked = [(prompt, rank) for prompt in MIXED for rank in LEADERS.values()]
-    with ThreadPoolExecutor(len(asked)) as clients:
-        outputs = list(clients.map(lambda one: generate(wide_pool, *one), asked))
-    for (prompt, rank), output in zip(asked, outputs, strict=True):
+
+    def ask(turn: int) -> tuple[int, ...]:
+        prompt, rank = asked[turn]
+        if turn % 2:
+            return generate_plainly(wide_pool, prompt, rank)
+        output = generate(wide_pool, prompt, rank)
         assert_equal(output, reference.plain[prompt], f"rank {rank}, {len(prompt)} tokens")
+        return output.tokens
+
+    with ThreadPoolExecutor(len(asked)) as clients:
+        for round_ in range(2):
+            outputs = list(clients.map(ask, range(len(asked))))
+            for (prompt, rank), tokens in zip(asked, outputs, strict=True):
+                what = f"round {round_}, rank {rank}, {len(prompt)} tokens"
+                assert tokens == reference.plain[prompt].tokens, what
 
 
 def test_a_member_passes_its_requests_to_the_leader(

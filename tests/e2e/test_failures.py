@@ -175,6 +175,12 @@ def test_a_killed_rank_leaves_and_the_others_serve(server: Server, router: str) 
     assert fetch(f"{router}/workers")["pending"] == 0
 
 
+def test_control_requests_do_not_wait_for_dead_ranks(server: Server) -> None:
+    """Runs after the kill above: SGLang's front collects one answer per rank."""
+    states = server.get("/server_info")["internal_states"]
+    assert len(states) == 2
+
+
 def test_a_request_for_a_failed_worker_is_refused_at_the_front(server: Server) -> None:
     """Runs after the kill above: the front must not queue for ever for a dead rank."""
     with pytest.raises(HTTPError) as caught:
