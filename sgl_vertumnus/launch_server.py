@@ -63,7 +63,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     pool.add_argument("--pool-id", help="name of this pool (default: a random one)")
     pool.add_argument(
-        "--host", default="127.0.0.1", help="address of the front and its event sockets"
+        "--host",
+        default="127.0.0.1",
+        help="address of the front and of the ranks' event sockets, which carry every prompt's "
+        "tokens without authentication: loopback or a private network only",
     )
     router = parser.add_argument_group("router")
     router.add_argument(

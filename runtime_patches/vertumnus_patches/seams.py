@@ -48,7 +48,7 @@ class ControllerSeam(Protocol):
     """The process that hands requests to ranks (SGLang's data-parallel controller)."""
 
     def run(self, controller: Any) -> None:
-        """The controller's main loop; returns when it was told to stop."""
+        """The controller's main loop, for the life of the process."""
 
     def on_control(self, controller: Any, message: Any) -> None:
         """A control message has been handed to the ranks that lead now."""

@@ -15,8 +15,8 @@ from sgl_vertumnus.worker.stream import BlockStream
 
 logger = logging.getLogger(__name__)
 
-#: Longest silence inside a block. Members wait for their leader at most a second when idle and
-#: one forward step when busy; a step of a very long chunk on a slow device may take minutes.
+#: Longest that a rank waits in a collective for the others: they compute the same step, whose
+#: layers may take seconds on a slow device and a very long chunk.
 GROUP_TIMEOUT = timedelta(minutes=30)
 
 

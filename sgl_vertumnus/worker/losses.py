@@ -31,7 +31,9 @@ class LossWatch:
         """Listen from now on."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         socket.subscribe(b"")
-        socket.connect(f"tcp://127.0.0.1:{self._config.ports.reports + self._config.size}")
+        socket.connect(
+            f"tcp://{self._config.host}:{self._config.ports.reports + self._config.size}"
+        )
         threading.Thread(
             target=self._run, args=(socket,), name="vertumnus-losses", daemon=True
         ).start()

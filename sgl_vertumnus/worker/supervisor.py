@@ -1,11 +1,13 @@
 """The controller's loop: hand requests to leaders, watch the ranks, sleep in between."""
 
+import contextlib
 import logging
 import os
 import signal
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import zmq
@@ -52,6 +54,7 @@ class Supervisor:
         self._lost: zmq.Socket[bytes] | None = None
         self._pidfds: dict[int, int] = {}
         self._sent: OrderedDict[str, Sent] = OrderedDict()
+        self._turns = count()
 
     def run(self, controller: Any) -> None:
         """Serve until the process is stopped."""
@@ -108,10 +111,7 @@ class Supervisor:
     def _dispatch(self, controller: Any, request: Any, to_front: zmq.Socket[bytes]) -> None:
         try:
             request = messages.normalised(request)
-            if request.routed_dp_rank is not None:
-                request.routed_dp_rank = self._leader_for(request.routed_dp_rank)
-            elif not self._leaders.alive:
-                raise Unroutable("every worker of this pool has failed")
+            request.routed_dp_rank = self._leader_for(request.routed_dp_rank)
             controller.dispatching_with_trace(request)
             self._remember(request)
         except messages.NotMirrorable as exc:
@@ -128,8 +128,6 @@ class Supervisor:
         messages.abort_undispatched(to_front, request, reason, status=status)
 
     def _remember(self, request: Any) -> None:
-        if request.routed_dp_rank is None:
-            return  # SGLang chose; routers always name a rank
         self._sent[request.rid] = Sent(request.rid, request.http_worker_ipc, request.routed_dp_rank)
         if len(self._sent) > MAX_SENT:
             self._sent.popitem(last=False)
@@ -140,7 +138,14 @@ class Supervisor:
         except (messages.NotMirrorable, zmq.Again) as exc:
             logger.error("control message %s was not sent: %s", type(message).__name__, exc)
 
-    def _leader_for(self, rank: int) -> int:
+    def _leader_for(self, rank: int | None) -> int:
+        """The leader that serves a request to ``rank``; the next in turn for None, which no
+        router sends."""
+        if rank is None:
+            alive = self._leaders.alive
+            if not alive:
+                raise Unroutable("every worker of this pool has failed")
+            return alive[next(self._turns) % len(alive)]
         if not 0 <= rank < self._config.size:
             raise Unroutable(f"the pool has no rank {rank}, it has 0 to {self._config.size - 1}")
         leader = self._leaders.leader_for(rank)
@@ -164,7 +169,8 @@ class Supervisor:
         """A block without one of its ranks serves nobody: end the others and their requests."""
         for pidfd, rank in self._pidfds.items():
             if rank in block:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it was faster
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         for sent in [one for one in self._sent.values() if one.leader == block.leader]:
             del self._sent[sent.rid]
             # The front ignores those that have ended.
