@@ -76,6 +76,10 @@ def test_help_names_every_group() -> None:
         assert word in result.stdout
 
 
+def in_front_of(pool: FakePool) -> tuple[str, ...]:
+    return "--pool-urls", pool.url, "--expected-manifest", pool.description.manifest
+
+
 class Launched:
     """The command as a child process; killed at the end if it still runs."""
 
@@ -113,9 +117,8 @@ def test_it_announces_serves_and_stops_with_0(number: signal.Signals, tmp_path: 
     import aiohttp
 
     async def scenario() -> None:
-        flags = ("--pool-urls", "", "--control-key", "secret", "--stop-timeout-s", "5")
         async with FakePool(1) as pool:
-            flags = ("--pool-urls", pool.url, *flags[2:])
+            flags = (*in_front_of(pool), "--control-key", "secret", "--stop-timeout-s", "5")
             async with (
                 Launched(*flags, ready_file=tmp_path / "ready") as it,
                 aiohttp.ClientSession(it.url) as client,
@@ -153,7 +156,7 @@ def test_an_idle_router_costs_next_to_nothing(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with FakePool(4, beat_s=1.0) as pool:
-            flags = ("--pool-urls", pool.url)
+            flags = in_front_of(pool)
             async with Launched(*flags, ready_file=tmp_path / "ready") as it:
                 await asyncio.sleep(1.5)
                 before = cpu_s(it.process.pid)
