@@ -9,7 +9,12 @@ from sgl_vertumnus.config import PoolConfig
 
 
 def supervise(
-    connection: Any, config: PoolConfig, inbox: str, front: str, workers: list[str | None]
+    connection: Any,
+    config: PoolConfig,
+    inbox: str,
+    front: str,
+    workers: list[str | None],
+    remembered: int,
 ) -> None:
     """Runs until killed. Sends True on ``connection`` whenever the watchdog is fed.
 
@@ -23,7 +28,9 @@ def supervise(
     from vertumnus_patches.patches.controller_loop import run_controller
     from vertumnus_patches.seams import seams
 
-    from sgl_vertumnus.worker.supervisor import Supervisor
+    from sgl_vertumnus.worker import supervisor
+
+    supervisor.MAX_SENT = remembered
 
     class Controller(DataParallelController):  # type: ignore[misc]
         """Upstream's routing on sockets that exist, with our patches around it."""
@@ -54,5 +61,5 @@ def supervise(
             after_control_message(super().send_control_message(obj), self, obj)
 
     unused: Any = None
-    seams.bind(rank=unused, controller=Supervisor(config), front=unused)
+    seams.bind(rank=unused, controller=supervisor.Supervisor(config), front=unused)
     run_controller(Controller())

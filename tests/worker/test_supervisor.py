@@ -74,8 +74,11 @@ class Pool:
         return message
 
     def kill(self, rank: int) -> RankLost:
-        """Ends a rank; what the listeners are told."""
+        """Ends a rank; what the listeners are told first."""
         self.processes[rank].kill()
+        return self.heard()
+
+    def heard(self) -> RankLost:
         assert self.lost.poll(int(TIMEOUT_S * 1000)), "nobody said that a rank is lost"
         report = decode_report(self.lost.recv_multipart())
         assert isinstance(report, RankLost)
@@ -106,7 +109,12 @@ def start() -> Iterator[Start]:
     ends: list[Callable[[], object]] = []
     stores = []
 
-    def begin(size: int = 4, *, deaf: set[int] = frozenset()) -> Pool:  # type: ignore[assignment]
+    def begin(
+        size: int = 4,
+        *,
+        deaf: set[int] = frozenset(),  # type: ignore[assignment]
+        remembered: int = 1000,
+    ) -> Pool:
         config = config_of(size, tuple(d for d in (1, 2, 4) if d <= size))
         store = open_store(config)
         pool = Pool(config, context, deaf)
@@ -114,13 +122,14 @@ def start() -> Iterator[Start]:
         for rank, process in enumerate(pool.processes):
             store.set(pid_key(rank), str(process.pid))
         to_controller, front, *_ = pool.addresses
-        running = started(supervise, [(config, to_controller, front, pool.workers)])
+        arguments = (config, to_controller, front, pool.workers, remembered)
+        running = started(supervise, [arguments])
         ((pool.controller, pool.fed),) = running.__enter__()
         ends.append(partial(running.__exit__, None, None, None))
         stores.append(store)
         pool.listen()
-        pool.request("hello", 0)
-        assert pool.at(0).rid == "hello"
+        pool.request("hello", size)  # to nobody, and so remembered by nobody
+        assert pool.abort().rid == "hello"
         return pool
 
     yield begin
@@ -206,6 +215,20 @@ def test_a_rank_that_does_not_exist(start: Start, rank: int) -> None:
     assert pool.at(1).rid == "next"
 
 
+def test_a_session_is_refused_where_the_front_waits_for_it(start: Start) -> None:
+    pool = start()
+    pool.send(
+        io_struct.OpenSessionReqInput(
+            capacity_of_str_len=100, session_id="s", http_worker_ipc="ipc://front-2"
+        )
+    )
+    answer = received(pool.front)
+    assert isinstance(answer, io_struct.OpenSessionReqOutput)
+    assert (answer.session_id, answer.success) == ("s", False)
+    assert answer.http_worker_ipc == "ipc://front-2"
+    assert pool.is_silent()
+
+
 def test_a_request_that_members_could_not_read(start: Start) -> None:
     pool = start()
     pool.request("bad", 0, sampling={"max_new_tokens": 5.5})
@@ -262,8 +285,22 @@ def test_a_killed_rank_takes_its_block_with_it_and_no_other(start: Start) -> Non
     pool.regroup(1, (0, 2), (2, 2))
     for rank in range(4):
         pool.at(rank)
+    pool.request("running-2", 2, http_worker_ipc="ipc://front-2")
+    pool.request("running-3", 3)
+    pool.request("elsewhere", 1)
+    assert [pool.at(2).rid, pool.at(2).rid, pool.at(0).rid] == [
+        "running-2",
+        "running-3",
+        "elsewhere",
+    ]
     lost = pool.kill(3)
     assert (lost.rank, lost.incarnation) == (3, None) and "exited" in lost.cause
+    aborts = [pool.abort() for _ in range(2)]
+    assert [abort.rid for abort in aborts] == ["running-2", "running-3"]
+    assert aborts[0].http_worker_ipc == "ipc://front-2"
+    assert all(abort.finished_reason["status_code"] == 503 for abort in aborts)
+    assert pool.heard().rank == 2, "its sibling serves nobody any more"
+    assert pool.processes[2].wait(TIMEOUT_S) == -signal.SIGKILL
     for rank in (2, 3):
         pool.request(f"to-{rank}", rank)
         abort = pool.abort()
@@ -279,13 +316,37 @@ def test_a_killed_rank_takes_its_block_with_it_and_no_other(start: Start) -> Non
     assert isinstance(pool.at(0), io_struct.FlushCacheReqInput)
     assert pool.is_silent(), "a failed block gets nothing any more"
 
-    assert pool.kill(2).rank == 2, "the leader of a failed block is lost as well"
+    assert [process.poll() for process in pool.processes[:2]] == [None, None]
     assert pool.kill(0).rank == 0
+    assert [pool.abort().rid for _ in range(6)] == [
+        *("elsewhere", "to-0", "to-1", "any0", "any1", "any2"),
+    ], "whatever chose their rank"
+    assert pool.heard().rank == 1
     pool.request("nobody")
     abort = pool.abort()
     assert abort.rid == "nobody" and "every worker of this pool has failed" in abort.abort_message
     pool.request("to-1", 1)
     assert "the worker of rank 1 has failed" in pool.abort().abort_message
+
+
+def test_ranks_that_die_together_are_all_reported(start: Start) -> None:
+    pool = start()
+    pool.regroup(1, (0, 4))
+    for process in pool.processes:
+        process.kill()
+    assert {pool.heard().rank for _ in range(4)} == {0, 1, 2, 3}
+    pool.request("r")
+    assert "every worker of this pool has failed" in pool.abort().abort_message
+
+
+def test_only_the_latest_requests_are_remembered(start: Start) -> None:
+    pool = start(2, remembered=3)
+    for number in range(10):
+        pool.request(f"r{number}", 1)
+        assert pool.at(1).rid == f"r{number}"
+    pool.kill(1)
+    assert [pool.abort().rid for _ in range(3)] == ["r7", "r8", "r9"]
+    assert pool.is_silent()
 
 
 def test_a_rank_that_fails_cannot_bring_the_controller_down(start: Start) -> None:
