@@ -173,6 +173,20 @@ def test_normalising_keeps_the_time_stamps() -> None:
     assert normalised(sent).time_stats is sent.time_stats
 
 
+@pytest.mark.parametrize("beams", [2, 4])
+def test_beam_search_is_refused_by_name(beams: int) -> None:
+    with pytest.raises(NotMirrorable, match=r"sampling_params\.beam_width: .* beam search"):
+        normalised(generate_request(sampling={"beam_width": beams}))
+
+
+def test_one_beam_is_no_search() -> None:
+    assert normalised(generate_request(sampling={"beam_width": 1})).sampling_params.beam_width == 1
+
+
+def test_a_flush_waits_by_no_ranks_own_clock() -> None:
+    assert normalised(io_struct.FlushCacheReqInput(timeout_s=5.0)).timeout_s is None
+
+
 # -- at the controller ----------------------------------------------------------------------------
 
 
@@ -204,6 +218,16 @@ def test_receive_is_empty_handed_when_the_socket_is(sockets: Sockets) -> None:
     io_struct.sock_send(out, io_struct.FlushCacheReqInput())
     assert messages.receive(to) == io_struct.FlushCacheReqInput()
     assert messages.receive(to) is None
+
+
+def test_only_sessions_are_refused_at_once(sockets: Sockets) -> None:
+    out, to = sockets
+    assert not messages.refuse_session(out, io_struct.CloseSessionReqInput(session_id="s"))
+    assert not messages.refuse_session(out, generate_request())
+    assert messages.receive(to) is None
+    opening = io_struct.OpenSessionReqInput(capacity_of_str_len=9, session_id="s")
+    assert messages.refuse_session(out, opening)
+    assert messages.receive(to) == io_struct.OpenSessionReqOutput(session_id="s", success=False)
 
 
 def test_the_front_learns_of_a_request_that_was_not_dispatched(sockets: Sockets) -> None:
