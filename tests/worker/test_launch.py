@@ -1,0 +1,147 @@
+"""The launching process: what it starts besides SGLang, and that nothing outlives it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+from vertumnus_patches import engine
+from vertumnus_patches.engine import FrontState, ModelFacts
+from vertumnus_patches.install import manifest
+from vertumnus_patches.patches import ALL_PATCHES
+from vertumnus_router.protocol import PROTOCOL_VERSION, decode_description
+
+from sgl_vertumnus.errors import PoolStartError
+from sgl_vertumnus.worker import launch
+from tests.worker.configs import config_of
+
+STOP = """
+import subprocess, sys
+from sgl_vertumnus.worker import launch
+
+launch.ROUTER_STOP_S = 0.5
+grandchild = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", grandchild])
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+stubborn += "print('up', flush=True); time.sleep(600)"
+router = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+assert router.stdout.readline() == b"up\\n"
+import psutil
+while len(family := psutil.Process().children(recursive=True)) < 3:
+    pass
+launch._stop_children(router)
+psutil.wait_procs(family, 10)
+print(len(family), [p.pid for p in family if p.is_running() and p.status() != "zombie"])
+"""
+
+
+def test_no_child_outlives_the_launch() -> None:
+    done = subprocess.run([sys.executable, "-c", STOP], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split(maxsplit=1) == ["3", "[]\n"]
+
+
+class Front:
+    def __init__(self) -> None:
+        self.started = False
+
+    def start(self) -> None:
+        self.started = True
+
+
+def test_a_router_that_did_not_start_stops_the_pool() -> None:
+    router = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    router.wait()
+    front: Any = Front()
+    with pytest.raises(PoolStartError, match=r"exited with status 3.*--router-port.*--no-router"):
+        launch._start(front, router)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("router", [None, SimpleNamespace(poll=lambda: None)])
+def test_a_router_that_runs_or_is_not_wanted_is_fine(router: Any) -> None:
+    front: Any = Front()
+    launch._start(front, router)
+    assert front.started
+
+
+def test_the_router_runs_in_a_process_of_its_own_until_the_pool_ends(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    flags = ["--port", "0", "--host", "127.0.0.1", "--ready-file", str(ready)]
+    router = launch._start_router("http://127.0.0.1:9", flags)
+    assert router is not None
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists():
+            assert router.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        router.terminate()
+        assert router.wait(30) == 0
+
+
+def test_without_flags_there_is_no_router() -> None:
+    assert launch._start_router("http://127.0.0.1:9", None) is None
+
+
+def test_the_pool_describes_itself_as_routers_read_it() -> None:
+    import msgspec
+
+    config = config_of(4, (1, 2), composition="2x1,1x2")
+    facts = ModelFacts(
+        name="LlamaForCausalLM",
+        attention="MHA",
+        sliding_window_tokens=None,
+        is_hybrid=False,
+        is_multimodal=False,
+        is_encoder_decoder=False,
+        is_generation=True,
+        has_attention_sinks=False,
+        context_tokens=8192,
+        kv_elements_per_token=1024,
+    )
+    state = FrontState(
+        served_model_name="served",
+        model_path="model",
+        tokenizer_path="tokenizer",
+        kv_capacity_tokens=4096,
+        chunk_tokens=512,
+        page_tokens=16,
+        chat_template=None,
+    )
+    told = decode_description(msgspec.json.encode(launch._describe(config, facts, state)))
+    assert (told.version, told.pool_id, told.pool_size) == (PROTOCOL_VERSION, "pool-test", 4)
+    assert told.degrees == (1, 2) and told.manifest == manifest(ALL_PATCHES)
+    assert (told.model.served_name, told.model.context_tokens) == ("served", 8192)
+    assert (told.model.kv_capacity_tokens, told.model.chunk_tokens) == (4096, 512)
+    assert told.kv_events.block_tokens == 16
+    assert told.kv_events.publish.port_base == config.ports.kv_events
+    assert told.kv_events.replay.port_base == config.ports.kv_replay
+    assert told.reports.port_base == config.ports.reports
+
+
+# -- what it reads of a live scheduler ------------------------------------------------------------
+
+
+def request(rid: str, output_ids: list[int], finished: bool = False) -> Any:
+    return SimpleNamespace(
+        rid=rid,
+        origin_input_ids=[0] * 10,
+        cached_tokens=4,
+        output_ids=output_ids,
+        finished=lambda: finished,
+    )
+
+
+def test_a_prefill_is_over_with_the_first_token_or_the_end() -> None:
+    batch = SimpleNamespace(
+        reqs=[request("chunk", []), request("token", [7]), request("aborted", [], finished=True)]
+    )
+    assert [(p.rid, p.input_tokens, p.cached_tokens) for p in engine.prefilled(batch)] == [
+        ("token", 10, 4),
+        ("aborted", 10, 4),
+    ]
