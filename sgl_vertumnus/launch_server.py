@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from vertumnus_router.core.config import POLICIES
 from vertumnus_router.core.profile import ProfileError
+from vertumnus_router.io.config import DEFAULT_PORT
 from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
 from vertumnus_router.profiles import load_profile, shipped
 
@@ -19,7 +20,6 @@ from sgl_vertumnus.environment import hide_gpus, publish_pool_config, set_defaul
 from sgl_vertumnus.errors import ConfigurationError, VertumnusError
 from sgl_vertumnus.ports import FIRST, free_range
 
-DEFAULT_ROUTER_PORT = 30080
 #: Where the search for free ports may begin: pools that start together begin apart.
 _PORT_SPREAD = 8000
 
@@ -72,8 +72,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     router.add_argument(
         "--router-port",
         type=int,
-        default=DEFAULT_ROUTER_PORT,
-        help=f"port of the router that is started in front (default {DEFAULT_ROUTER_PORT})",
+        default=DEFAULT_PORT,
+        help=f"port of the router that is started in front (default {DEFAULT_PORT})",
     )
     router.add_argument("--no-router", action="store_true", help="start the pool alone")
     router.add_argument(

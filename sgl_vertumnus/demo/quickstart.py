@@ -18,6 +18,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 from vertumnus_router.clock import Clock, WallClock
+from vertumnus_router.io.config import DEFAULT_PORT
 
 from sgl_vertumnus import processes
 from sgl_vertumnus.config import check_geometry
@@ -27,7 +28,6 @@ from sgl_vertumnus.demo.pool_process import Milestones, PoolProcess
 from sgl_vertumnus.demo.progress import Console, Progress
 from sgl_vertumnus.demo.router_client import RouterClient
 from sgl_vertumnus.errors import ConfigurationError, PoolStartError, VertumnusError
-from sgl_vertumnus.launch_server import DEFAULT_ROUTER_PORT
 from sgl_vertumnus.ports import free_range
 
 QUESTION = "What is the capital of France?"
@@ -74,7 +74,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--port",
         type=int,
-        help=f"the router's port (default: {DEFAULT_ROUTER_PORT}, or any when that is taken)",
+        help=f"the router's port (default: {DEFAULT_PORT}, or any when that is taken)",
     )
     parser.add_argument(
         "--composition",
@@ -115,7 +115,7 @@ def _extent(composition: str) -> tuple[int, int]:
 
 
 def _port(wanted: int | None) -> int:
-    for port in (wanted,) if wanted is not None else (DEFAULT_ROUTER_PORT, 0):
+    for port in (wanted,) if wanted is not None else (DEFAULT_PORT, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -171,7 +171,7 @@ class Supervisor:
             if rank in block:
                 with contextlib.suppress(ProcessLookupError):  # it was faster
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        for sent in [one for one in self._sent.values() if one.leader == block.leader]:
+        for sent in [one for one in self._sent.values() if one.leader in block]:
             del self._sent[sent.rid]
             # The front ignores those that have ended.
             messages.abort_undispatched(to_front, sent, f"{block} failed", status=503)
