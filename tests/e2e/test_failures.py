@@ -124,16 +124,26 @@ def stream(router: str, seed: int, hang_up_after: float | None) -> str:
         connection.close()
 
 
-def test_64_streams_with_disconnects_leave_nothing_behind(server: Server, router: str) -> None:
+def storm(server: Server, router: str, streams: int) -> None:
+    """Concurrent streams, a third of whose clients leave in whatever phase; then: nothing."""
     source = random.Random(7)
-    plans = [(n, source.uniform(0.0, 4.0) if n % 3 == 0 else None) for n in range(64)]
-    with ThreadPoolExecutor(64) as clients:
+    plans = [(n, source.uniform(0.0, 4.0) if n % 3 == 0 else None) for n in range(streams)]
+    with ThreadPoolExecutor(streams) as clients:
         answers = list(clients.map(lambda plan: stream(router, *plan), plans))
     stayed = [answer for answer, (_, leave) in zip(answers, plans, strict=True) if leave is None]
     assert all(answer.rstrip().endswith("data: [DONE]") for answer in stayed)
     until("no reservation left", lambda: fetch(f"{router}/workers")["pending"] == 0)
     assert all(w["requests"] == 0 and w["queue_s"] == 0 for w in workers(router))
     until("no request left on the ranks", lambda: running_requests(server) == 0)
+
+
+def test_64_streams_with_disconnects_leave_nothing_behind(server: Server, router: str) -> None:
+    storm(server, router, streams=64)
+
+
+def test_late_binding_serves_and_leaves_nothing_behind(server: Server) -> None:
+    with router_before(server.url, "--policy", "late") as (late, _):
+        storm(server, late, streams=24)
 
 
 def test_a_new_router_learns_the_index_by_replay(server: Server, router: str) -> None:
