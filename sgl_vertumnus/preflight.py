@@ -19,6 +19,8 @@ class Refusal:
     field: str
     allowed: tuple[Any, ...]
     reason: str
+    #: Whether its value must stay out of terminals and logs.
+    is_secret: bool = False
 
     @property
     def flag(self) -> str:
@@ -106,12 +108,14 @@ REFUSALS: tuple[Refusal, ...] = (
         (None,),
         "the router does not hold a pool's keys yet; keep the pool on "
         "loopback or a private network",
+        is_secret=True,
     ),
     Refusal(
         "admin_api_key",
         (None,),
         "the router does not hold a pool's keys yet; keep the pool "
         "on loopback or a private network",
+        is_secret=True,
     ),
     Refusal("ssl_certfile", (None,), "the pool activates its composition over plain HTTP"),
     Refusal("skip_server_warmup", _OFF, "the pool takes its composition while it warms up"),
@@ -136,7 +140,7 @@ def check_flags(server_args: Any) -> None:
         UnsupportedFeature: naming every flag at once.
     """
     reasons = [
-        f"{refusal.flag}{_shown(getattr(server_args, refusal.field))}: {refusal.reason}"
+        f"{refusal.flag}{_shown(refusal, getattr(server_args, refusal.field))}: {refusal.reason}"
         for refusal in REFUSALS
         if getattr(server_args, refusal.field) not in refusal.allowed
     ]
@@ -191,5 +195,5 @@ def _backend_reasons(device: str, backend: str) -> Iterator[str]:
         )
 
 
-def _shown(value: Any) -> str:
-    return "" if value is True else f" {value}"
+def _shown(refusal: Refusal, value: Any) -> str:
+    return "" if value is True or refusal.is_secret else f" {value}"

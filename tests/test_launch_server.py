@@ -14,6 +14,7 @@ from vertumnus_router.profiles import DEFAULT
 from sgl_vertumnus import launch_server
 from sgl_vertumnus.environment import POOL_VARIABLE, pool_config
 from sgl_vertumnus.errors import ConfigurationError, PoolStartError, UnsupportedFeature
+from sgl_vertumnus.ports import FIRST, LAST
 
 BASE = ["--model-path", "model", "--pool-size", "4"]
 
@@ -243,6 +244,14 @@ def test_ports_of_a_pool_do_not_overlap(started: Started) -> None:
         ports.store,
     ]
     assert len(set(used)) == len(used) == 3 * size + 2
+
+
+def test_pools_that_start_together_look_for_ports_apart(started: Started) -> None:
+    for _ in range(4):
+        launch_server.main([*BASE, "--device", "cpu"])
+    starts = [config.ports.kv_events for config, _, _ in started.calls]
+    assert len(set(starts)) > 1, "nothing was taken: the same search would end the same"
+    assert all(FIRST <= start < LAST - 14 for start in starts)
 
 
 def test_a_cpu_pool_gets_its_platform_and_every_rank_its_cores(

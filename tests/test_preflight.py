@@ -78,7 +78,8 @@ def test_every_other_value_is_refused_with_the_reason(
         with pytest.raises(UnsupportedFeature) as refused:
             check_flags(changed(defaults, **{refusal.field: value}))
         (reason,) = refused.value.reasons
-        assert reason == f"{refusal.flag}{'' if value is True else f' {value}'}: {refusal.reason}"
+        shown = "" if value is True or refusal.is_secret else f" {value}"
+        assert reason == f"{refusal.flag}{shown}: {refusal.reason}"
 
 
 @each_refusal
@@ -108,6 +109,9 @@ def test_everything_is_refused_at_once(defaults: Any, options: dict[str, argpars
         (["--load-balance-method", "total_tokens"], ["--load-balance-method total_tokens"]),
         (["--schedule-policy", "random"], ["--schedule-policy random"]),
         (["--is-embedding"], ["--is-embedding"]),
+        (["--api-key", "k"], ["--api-key"]),
+        (["--admin-api-key", "k"], ["--admin-api-key"]),
+        (["--ssl-certfile", "c", "--ssl-keyfile", "k"], ["--ssl-certfile c"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -116,6 +120,14 @@ def test_as_written_on_a_command_line(flags: list[str], named: list[str]) -> Non
         check_flags(engine.parse_flags(["--model-path", "model", *flags]))
     assert len(refused.value.reasons) == len(named)
     assert all(name in str(refused.value) for name in named)
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key"])
+def test_a_key_is_not_repeated(flag: str) -> None:
+    """Refusals are printed, and a terminal's output is kept in logs."""
+    with pytest.raises(UnsupportedFeature) as refused:
+        check_flags(engine.parse_flags(["--model-path", "model", flag, "opensesame"]))
+    assert flag in str(refused.value) and "opensesame" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,10 @@ def expect_control_answers(count: int) -> None:
             if len(communicator._result_values) >= count:
                 communicator._result_event.set()
 
-    manager.event_loop.call_soon_threadsafe(apply)
+    if manager.event_loop is None:
+        apply()  # no request has come yet, and so none is under way
+    else:
+        manager.event_loop.call_soon_threadsafe(apply)
 
 
 def load_plugins() -> None:

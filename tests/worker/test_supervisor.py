@@ -339,6 +339,32 @@ def test_ranks_that_die_together_are_all_reported(start: Start) -> None:
     assert "every worker of this pool has failed" in pool.abort().abort_message
 
 
+def test_a_sibling_that_is_gone_already_needs_no_end(start: Start) -> None:
+    pool = start()
+    pool.regroup(1, (0, 2), (2, 2))
+    assert isinstance(pool.at(0), io_struct.SetInternalStateReq)
+    os.kill(pool.controller.pid, signal.SIGSTOP)
+    for process in pool.processes[2:]:
+        process.kill()
+        process.wait()  # its parent has taken note: there is no process to signal any more
+    os.kill(pool.controller.pid, signal.SIGCONT)
+    assert {pool.heard().rank for _ in range(2)} == {2, 3}
+    pool.request("next", 0)
+    assert pool.at(0).rid == "next"
+
+
+def test_requests_of_a_composition_that_was_not_left_end_with_the_block(start: Start) -> None:
+    """A busy rank refuses a command that the controller has followed."""
+    pool = start()
+    pool.regroup(1, (0, 2), (2, 2))
+    pool.request("running", 2)
+    pool.regroup(2, (0, 4))
+    pool.kill(1)
+    abort = pool.abort()
+    assert (abort.rid, abort.finished_reason["status_code"]) == ("running", 503)
+    assert {pool.heard().rank for _ in range(3)} == {0, 2, 3}
+
+
 def test_only_the_latest_requests_are_remembered(start: Start) -> None:
     pool = start(2, remembered=3)
     for number in range(10):
