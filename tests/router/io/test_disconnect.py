@@ -72,10 +72,10 @@ def test_while_queued_at_the_router() -> None:
             long = {"messages": [{"role": "user", "content": "word " * 2500}], "max_tokens": 4}
             tasks = [await leave(it, **long) for _ in range(8)]
             await until(lambda: it.router.core.pending_count == 8, "all accepted")
-            await until(lambda: it.router.core.queued_count, "some are queued")
-            queued = it.router.core.queued_count
-            sent = len(pool.seen)
-            assert sent + queued == 8
+            # What left the queue may still be on its way to the pool.
+            await until(
+                lambda: 0 < it.router.core.queued_count == 8 - len(pool.seen), "some are queued"
+            )
             for task in tasks:
                 await give_up(task)
             await until(it.settled, "settled", limit_s=2)
