@@ -186,7 +186,7 @@ def _backend_reasons(device: str, backend: str) -> Iterator[str]:
     if supported is None:
         yield (
             f"--device {device}: pools are proven on {' and '.join(CP_BACKENDS)} only so far; "
-            f"--device cpu works on this machine too"
+            "run this one with --device cpu"
         )
     elif backend not in supported:
         yield (

@@ -29,7 +29,7 @@ class CpGroup:
         self.ranks = list(range(size))
         self.world_size = size
         self.rank = self.rank_in_group = rank
-        self.first_rank, self.last_rank = 0, size - 1
+        self.first_rank = 0
         self.device = device
         self.cpu_group = _new_group("gloo", f"{name}/cpu", store, size, rank, timeout)
         self.device_group = (

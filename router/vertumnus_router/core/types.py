@@ -40,7 +40,6 @@ class WorkerState(Enum):
 
     FORMING = "forming"
     SERVING = "serving"
-    DRAINING = "draining"
     REFUSED = "refused"
     LOST = "lost"
 
