@@ -81,3 +81,19 @@ PY
         echo "$key" >"$venv/.installed-$extra"
     done
 }
+
+# What the transfer engine links against, from Debian or Ubuntu: installed when this user may,
+# named when not.
+ensure_transfer_libraries() {
+    local packages=(libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200)
+    if [ -n "$(ldconfig -p | grep -F libibverbs.so.1)" ]; then
+        return
+    fi
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+        echo "the transfer engine needs: apt-get install ${packages[*]}" >&2
+        return 1
+    fi
+    echo "installing ${packages[*]}" >&2
+    { apt-get install -y -q "${packages[@]}" ||
+        { apt-get update -q && apt-get install -y -q "${packages[@]}"; }; } >&2
+}

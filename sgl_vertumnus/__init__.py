@@ -8,6 +8,7 @@ from sgl_vertumnus.errors import (
     ConfigurationError,
     PoolStartError,
     RegroupRefused,
+    SupervisorSilent,
     UnsupportedFeature,
     VertumnusError,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigurationError",
     "PoolStartError",
     "RegroupRefused",
+    "SupervisorSilent",
     "UnsupportedFeature",
     "VertumnusError",
     "__version__",

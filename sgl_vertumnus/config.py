@@ -20,12 +20,15 @@ MAX_POOL_ID_BYTES = 64
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
     """First port of each range; rank r uses base + r. ``reports`` has one more, for the
-    controller; ``store`` is a single port."""
+    controller; ``store`` is a single port; ``control`` is two, of which the first hears the
+    ranks and the second the front."""
 
     kv_events: int
     kv_replay: int
     reports: int
     store: int
+    control: int
+    kv_service: int
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +44,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: compute threads of a rank on a CPU pool
     threads: int
     ports: Ports
+    #: of SGLang's bootstrap server; None: the pool decodes, too
+    bootstrap_port: int | None = None
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -58,8 +63,11 @@ def check_geometry(
     Raises:
         ConfigurationError: when the pool cannot be laid out so.
     """
-    if size < 1:
-        raise ConfigurationError(f"--pool-size {size}: a pool has at least one rank")
+    if size < 2:
+        raise ConfigurationError(
+            f"--pool-size {size}: a pool has at least two ranks; one alone is plain SGLang, "
+            "sglang serve"
+        )
     try:
         ladder = check_degrees(size, degrees)
         if composition is None:

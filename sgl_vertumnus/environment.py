@@ -9,6 +9,9 @@ from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.errors import ConfigurationError
 
 POOL_VARIABLE = "VERTUMNUS_POOL"
+CHAOS_VARIABLE = "VERTUMNUS_CHAOS"
+TRANSPORT_VARIABLE = "VERTUMNUS_KV_TRANSPORT"
+_SECRET_VARIABLE = "VERTUMNUS_SECRET"
 
 
 def pool_config() -> PoolConfig | None:
@@ -24,9 +27,36 @@ def pool_config() -> PoolConfig | None:
         ) from exc
 
 
+def chaos_specification() -> str:
+    """The faults that a test wants of this pool; none unless it says so."""
+    return os.environ.get(CHAOS_VARIABLE, "")
+
+
 def publish_pool_config(config: PoolConfig) -> None:
     """Hand the configuration to this process's future children."""
     os.environ[POOL_VARIABLE] = msgspec.json.encode(config).decode()
+
+
+def publish_pool_secret(secret: str) -> None:
+    """Hand what lets ranks copy from each other to this process and its future children; only the
+    user who runs them can read it there."""
+    os.environ[_SECRET_VARIABLE] = secret
+
+
+def pool_secret() -> str:
+    """What ``publish_pool_secret`` has handed over. Raises ``ConfigurationError`` without it."""
+    secret = os.environ.get(_SECRET_VARIABLE)
+    if not secret:
+        raise ConfigurationError(f"{_SECRET_VARIABLE} is set by launch_server and missing here")
+    return secret
+
+
+def forces_mooncake() -> bool:
+    """Whether ranks copy prefixes by Mooncake on one machine, too."""
+    asked = os.environ.get(TRANSPORT_VARIABLE, "auto")
+    if asked not in ("auto", "mooncake"):
+        raise ConfigurationError(f"{TRANSPORT_VARIABLE}={asked}: auto or mooncake")
+    return asked == "mooncake"
 
 
 def hide_gpus() -> None:

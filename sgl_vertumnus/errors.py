@@ -3,7 +3,8 @@
 * VertumnusError
   + ConfigurationError    a flag or setting that cannot be used as given
     - UnsupportedFeature  it is valid SGLang, but not proven to work in a pool
-  + RegroupRefused        a composition was not applied; the previous one still holds
+  + RegroupRefused        a move was not begun; the composition still holds
+  + SupervisorSilent      the process that moves the pool does not answer
   + PoolStartError        the pool did not become ready
 """
 
@@ -29,11 +30,18 @@ class UnsupportedFeature(ConfigurationError):
 
 
 class RegroupRefused(VertumnusError):
-    """A composition was not applied. ``epoch`` is the epoch that was asked for."""
+    """A move was not begun; the message says why."""
 
-    def __init__(self, epoch: int, reason: str) -> None:
-        self.epoch, self.reason = epoch, reason
-        super().__init__(f"epoch {epoch} was not applied: {reason}")
+
+class SupervisorSilent(VertumnusError):
+    """The process that moves the pool did not answer."""
+
+    def __init__(self, waited_s: float) -> None:
+        self.waited_s = waited_s
+        super().__init__(
+            f"the pool's controller did not answer in {waited_s:g} s; its log says why, and "
+            f"GET /vertumnus/composition whether the pool has moved"
+        )
 
 
 class PoolStartError(VertumnusError):

@@ -11,10 +11,13 @@ from pathlib import Path
 
 from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
-from vertumnus_router.core.config import POLICIES, ConfigError, PolicyConfig
+from vertumnus_router.core.config import POLICIES, ConfigError, LateConfig, PolicyConfig
 from vertumnus_router.core.profile import ProfileError
 from vertumnus_router.io.config import DEFAULT_PORT, Limits, RouterConfig
 from vertumnus_router.profiles import DEFAULT, shipped
+
+from sgl_vertumnus.controller_flags import add_controller_flags, controller_config
+from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config
 
 _POLICY, _LIMITS = PolicyConfig(), Limits()
 
@@ -42,6 +45,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
     """The configuration that the options name. Raises ``ConfigError``."""
     return RouterConfig(
         pool_urls=options.pool_urls,
+        decode_urls=tuple(options.decode),
         host=options.host,
         port=options.port,
         policy=PolicyConfig(
@@ -53,6 +57,10 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
             queue_timeout_s=options.queue_timeout_s,
             seed=options.seed,
             expected_manifest=options.expected_manifest,
+            index_mib=options.index_mib,
+            late=LateConfig(in_flight=options.in_flight),
+            controller=controller_config(options),
+            prefix=prefix_config(options),
         ),
         profile=options.profile,
         control_key=options.control_key,
@@ -64,6 +72,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
             tokenize_s=options.tokenize_timeout_s,
             warm_s=options.warm_timeout_s,
             stop_s=options.stop_timeout_s,
+            pull_s=options.pull_timeout_s,
         ),
     )
 
@@ -82,6 +91,15 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="URL[,URL...]",
         help="the HTTP fronts of the pools, such as http://127.0.0.1:30000",
+    )
+    add(
+        "--decode",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a decode server for pools that prefill only: plain SGLang with "
+        "--disaggregation-mode decode, which fetches the KV from the host that the pool's URL "
+        "names; may be given several times",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default %(default)s)")
@@ -117,6 +135,13 @@ def _parser() -> argparse.ArgumentParser:
         default=_POLICY.queue_timeout_s,
         help=f"longest wait while no worker could serve ({_POLICY.queue_timeout_s:g})",
     )
+    add(
+        "--in-flight",
+        action=argparse.BooleanOptionalAction,
+        default=_POLICY.late.in_flight,
+        help="with --policy late, count blocks that are being computed or copied as soon to be "
+        f"there ({'on' if _POLICY.late.in_flight else 'off'})",
+    )
     add("--seed", type=int, default=_POLICY.seed, help="decides between equal workers")
     add(
         "--expected-manifest",
@@ -124,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
         help="refuse ranks that run other patches than this digest (default: this "
         "installation's, %(default)s)",
     )
+    add_controller_flags(parser)
+    add_prefix_flags(parser)
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
     add("--max-body-bytes", type=int, default=_LIMITS.body_bytes, help=f"({_LIMITS.body_bytes})")
@@ -150,6 +177,12 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=_LIMITS.stop_s,
         help=f"how long streams may go on after SIGTERM ({_LIMITS.stop_s:g})",
+    )
+    add(
+        "--pull-timeout-s",
+        type=float,
+        default=_LIMITS.pull_s,
+        help=f"longest that a request waits for its pull ({_LIMITS.pull_s:g})",
     )
     return parser
 

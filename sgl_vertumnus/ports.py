@@ -7,11 +7,13 @@ from contextlib import ExitStack
 from sgl_vertumnus.errors import ConfigurationError, PoolStartError
 
 #: Below the ephemeral range of common kernels (32768), so that a port found free stays free.
-FIRST, LAST = 20000, 32000
+FIRST, LAST = 12000, 32000
+#: From here SGLang takes ports at random, and its ranks bind them before some of ours.
+SGLANG = range(22000, 30000)
 
 
 def free_range(host: str, count: int, *, start: int = FIRST) -> int:
-    """The first port of ``count`` consecutive ports that nothing listens on.
+    """The first port of ``count`` consecutive ports that nothing listens on, nor will soon.
 
     Raises:
         ConfigurationError: when ``host`` is no address of this machine.
@@ -19,6 +21,9 @@ def free_range(host: str, count: int, *, start: int = FIRST) -> int:
     """
     base = start
     while base + count <= LAST:
+        if base < SGLANG.stop and base + count > SGLANG.start:
+            base = SGLANG.stop
+            continue
         taken = _first_taken(host, base, count)
         if taken is None:
             return base

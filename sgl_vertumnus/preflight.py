@@ -46,8 +46,24 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("elastic_ep_backend", (None, "none"), "experts are replicated on each rank"),
     Refusal("nnodes", (1,), "a pool is one node; start one pool per node behind one router"),
     Refusal("use_ray", _OFF, "ranks share a rendezvous with the process that launched them"),
-    Refusal("disaggregation_mode", ("null",), "a pool serves prefill and decode together"),
-    Refusal("enable_pd_role_switch", _OFF, "a pool serves prefill and decode together"),
+    Refusal(
+        "disaggregation_mode",
+        ("null", "prefill"),
+        "decode servers are plain SGLang: start them with sglang serve and name them to the "
+        "router with --decode",
+    ),
+    Refusal("enable_pd_role_switch", _OFF, "a pool that prefills does not become another"),
+    Refusal(
+        "optimistic_prefill_attempts",
+        (0,),
+        "ranks of a block that serve apart do not know of each other's handshakes",
+    ),
+    Refusal(
+        "disaggregation_decode_allocation_policy",
+        ("early",),
+        "KV is sent while it is computed, to where decode has said",
+    ),
+    Refusal("disaggregation_enable_kv_checksum", _OFF, "the home of a request alone sends it"),
     Refusal("enable_pdmux", _OFF, "its split streams bypass the CP prefill path"),
     Refusal("encoder_only", _OFF, "a pool serves text models"),
     Refusal("language_only", _OFF, "a pool serves text models"),
@@ -88,17 +104,15 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "schedule_policy",
-        (
-            "fcfs",
-            "lpm",
-            "dfs-weight",
-            "lof",
-            "priority",
-            "routing-key",
-            "hrrn",
-            "shortest-prefill-first",
-        ),
-        "each rank would choose an order of its own; the ranks of a block must decide alike",
+        ("fcfs", "lof", "priority", "routing-key"),
+        "it orders requests by chance or by what a rank has cached; the ranks of a block must "
+        "decide alike, and hold different prefixes once they have served apart",
+    ),
+    Refusal(
+        "enable_priority_scheduling",
+        _OFF,
+        "preempted requests are queued again in an order of each rank's own; the router has "
+        "priorities",
     ),
     Refusal("cp_strategy", (None, "zigzag"), "ranks of a block share a prefill in zigzag order"),
     Refusal("tokenizer_worker_num", (1,), "the pool has one front process"),
@@ -106,15 +120,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "api_key",
         (None,),
-        "the router does not hold a pool's keys yet; keep the pool on "
-        "loopback or a private network",
-        is_secret=True,
-    ),
-    Refusal(
-        "admin_api_key",
-        (None,),
-        "the router does not hold a pool's keys yet; keep the pool "
-        "on loopback or a private network",
+        "the router does not hold a key for clients yet; keep the pool on loopback or a private "
+        "network (--admin-api-key works)",
         is_secret=True,
     ),
     Refusal("ssl_certfile", (None,), "the pool activates its composition over plain HTTP"),

@@ -69,6 +69,22 @@ def pss_bytes(processes: Iterable[Process]) -> int:
     return sum(_pss_bytes(process.pid) for process in processes)
 
 
+def rss_bytes(processes: Iterable[Process]) -> int:
+    """Resident set size: every page in memory counts whole, also those that others share.
+
+    Processes that ended meanwhile count nothing.
+    """
+    return sum(_rss_bytes(process.pid) for process in processes)
+
+
+def title(process: Process) -> str:
+    """Its command line, or what it calls itself; empty when it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        text = (_PROC / str(process.pid) / "cmdline").read_bytes()
+        return text.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
 def cpu_s(processes: Iterable[Process]) -> float:
     """User and system seconds spent so far by the processes that are still alive."""
     ticks = 0
@@ -179,6 +195,13 @@ def _stat(pid: int) -> _Stat | None:
         cpu_ticks=int(fields[11]) + int(fields[12]),
         zombie=fields[0] in "ZX",
     )
+
+
+def _rss_bytes(pid: int) -> int:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        pages = int((_PROC / str(pid) / "statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _pss_bytes(pid: int) -> int:

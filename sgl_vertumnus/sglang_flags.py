@@ -7,8 +7,9 @@ from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.cpu_dtype import faster_dtype
 
 KV_TOPIC = "kv-events"
-#: Batches kept for routers that join late or missed some; about 100 bytes and up each.
-REPLAY_BATCHES = 100_000
+#: Batches of KV events that a rank keeps for routers that join late or missed some. One holds the
+#: tokens of a step's new blocks, 3.5 bytes each: many are memory that only seems to leak.
+REPLAY_BATCHES = 10_000
 
 
 #: Share of a machine's free memory that the KV caches of a CPU pool may fill together. SGLang
@@ -50,6 +51,8 @@ def kv_events(config: PoolConfig) -> str:
             "topic": KV_TOPIC,
             "buffer_steps": REPLAY_BATCHES,
             "bind": True,
+            # Hashes that depend on a request's extra key and salt: tenants do not share blocks.
+            "format": "dynamo",
         }
     )
 
@@ -61,7 +64,11 @@ def cpu_kv_tokens(config: PoolConfig, elements_per_token: int, free_bytes: int) 
 
 
 def _defaults(config: PoolConfig, cpu_kv_tokens: int | None) -> list[tuple[str, ...]]:
-    defaults: list[tuple[str, ...]] = [("--sleep-on-idle",)]
+    defaults: list[tuple[str, ...]] = [
+        ("--sleep-on-idle",),
+        # Evicts by priority, then by age: how surplus copies of a block's ranks go first.
+        ("--radix-eviction-policy", "priority"),
+    ]
     if config.device == "cpu":
         defaults += [
             ("--device", "cpu"),

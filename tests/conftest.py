@@ -1,6 +1,7 @@
 """Fixtures that more than one folder of tests uses."""
 
 import pytest
+from hypothesis import settings
 
 from sgl_vertumnus.demo import embedded_model
 from sgl_vertumnus.demo.gguf_source import ModelUnavailableError
@@ -21,3 +22,8 @@ def random_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small random llama, untied, with grouped query heads and one token per byte."""
     spec = RandomModelSpec(hidden=256, layers=4, query_heads=4, kv_heads=2, intermediate=512)
     return str(write_random_model(tmp_path_factory.mktemp("random-model"), spec))
+
+
+# Two busy cores make any single example slow now and then.
+settings.register_profile("any-machine", deadline=None)
+settings.load_profile("any-machine")

@@ -21,7 +21,16 @@ from sgl_vertumnus.config import (
     check_pool_id,
     new_pool_id,
 )
-from sgl_vertumnus.environment import POOL_VARIABLE, pool_config, publish_pool_config, set_defaults
+from sgl_vertumnus.environment import (
+    POOL_VARIABLE,
+    TRANSPORT_VARIABLE,
+    forces_mooncake,
+    pool_config,
+    pool_secret,
+    publish_pool_config,
+    publish_pool_secret,
+    set_defaults,
+)
 from sgl_vertumnus.errors import ConfigurationError
 from tests.worker.configs import config_of
 
@@ -35,7 +44,7 @@ from tests.worker.configs import config_of
         (4, (4, 2), None, ((2, 4), "2x2")),
         (4, (1, 2, 4), "2x1,1x2", ((1, 2, 4), "2x1,1x2")),
         (4, (1, 2), " 1X2 , 1x1,1x1", ((1, 2), "1x2,2x1")),
-        (1, (1,), None, ((1,), "1x1")),
+        (2, (1,), None, ((1,), "2x1")),
     ],
 )
 def test_geometry_is_brought_to_one_form(
@@ -50,10 +59,11 @@ def test_geometry_is_brought_to_one_form(
 @pytest.mark.parametrize(
     ("size", "degrees", "composition", "reason"),
     [
-        (0, (1,), None, "--pool-size 0.*at least one rank"),
+        (0, (1,), None, "--pool-size 0"),
+        (1, (1,), None, "--pool-size 1.*at least two ranks.*sglang serve"),
         (-1, (1,), None, "--pool-size -1"),
         (3, (2,), None, "cannot be filled with degree 2.*--composition or add degree 1"),
-        (1, (1, 2), None, "larger than the pool of 1.*raise --pool-size or drop the degree"),
+        (2, (1, 4), None, "larger than the pool of 2.*raise --pool-size or drop the degree"),
         (4, (3,), None, "power of two"),
         (4, (1, 2), "1x4", "not among --cp-degrees"),
         (4, (1, 2), "1x1,1x2,1x1", "write larger degrees first"),
@@ -148,6 +158,26 @@ def test_defaults_give_way_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> N
     set_defaults({"VERTUMNUS_TEST_A": "ours", "VERTUMNUS_TEST_B": "ours"})
     assert os.environ["VERTUMNUS_TEST_A"] == "operator"
     assert os.environ["VERTUMNUS_TEST_B"] == "ours"
+
+
+def test_the_secret_travels_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VERTUMNUS_SECRET", raising=False)
+    with pytest.raises(ConfigurationError, match="set by launch_server"):
+        pool_secret()
+    monkeypatch.setenv("VERTUMNUS_SECRET", "")
+    publish_pool_secret("s3cret")
+    assert pool_secret() == "s3cret"
+
+
+def test_how_prefixes_are_copied_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRANSPORT_VARIABLE, raising=False)
+    assert not forces_mooncake()
+    for asked, forced in (("auto", False), ("mooncake", True)):
+        monkeypatch.setenv(TRANSPORT_VARIABLE, asked)
+        assert forces_mooncake() is forced
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "pigeon")
+    with pytest.raises(ConfigurationError, match="pigeon: auto or mooncake"):
+        forces_mooncake()
 
 
 def test_the_environment_is_read_in_one_module() -> None:

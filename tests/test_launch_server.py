@@ -1,5 +1,6 @@
 """The command line of a pool, up to the moment at which something would start."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vertumnus_router.core.config import ControllerConfig
 from vertumnus_router.profiles import DEFAULT
 
 from sgl_vertumnus import launch_server
@@ -17,6 +19,8 @@ from sgl_vertumnus.errors import ConfigurationError, PoolStartError, Unsupported
 from sgl_vertumnus.ports import FIRST, LAST
 
 BASE = ["--model-path", "model", "--pool-size", "4"]
+DECODE = ["--decode", "http://127.0.0.1:31000"]
+PREFILL = ["--device", "cpu", "--disaggregation-mode", "prefill", *DECODE]
 
 
 class Started:
@@ -64,12 +68,15 @@ def test_help_lists_our_flags_and_names_the_others(capsys: pytest.CaptureFixture
         "--pool-size",
         "--cp-degrees",
         "--composition",
+        "--history",
         "--pool-id",
         "--host",
         "--router-port",
         "--no-router",
         "--policy",
         "--profile",
+        "--controller",
+        "--long-tokens",
     ):
         assert flag in text
     assert "every other flag goes to SGLang unchanged" in text and "sglang serve --help" in text
@@ -94,7 +101,7 @@ def test_help_needs_neither_torch_nor_sglang() -> None:
         ([], "--model-path"),
         (["--model-path", "m"], "--pool-size"),
         ([*BASE, "--pool-size", "many"], "--pool-size"),
-        ([*BASE, "--pool-size", "0"], "at least one rank"),
+        ([*BASE, "--pool-size", "0"], "at least two ranks"),
         ([*BASE, "--cp-degrees", "1;2"], "is not a list such as 1,2,4"),
         ([*BASE, "--cp-degrees", "1,3"], "power of two"),
         ([*BASE, "--cp-degrees", "1,8"], "raise --pool-size or drop the degree"),
@@ -105,6 +112,9 @@ def test_help_needs_neither_torch_nor_sglang() -> None:
         ([*BASE, "--host", "192.0.2.1"], "no address of this machine"),
         ([*BASE, "--policy", "best"], "paper"),
         ([*BASE, "--router-port", "http"], "--router-port"),
+        ([*BASE, "--controller", "auto"], "observe"),
+        ([*BASE, "--controller-window-s", "0"], "controller.window_s 0.0: must be above 0"),
+        ([*BASE, "--controller-lower", "0.7"], "leave no band"),
         ([*BASE, "--profile", "/no/such/profile.json"], "nor one of smollm2-135m-cpu"),
         ([*BASE, "--profile", __file__], "not a profile"),
         (["--model-path", "m", "--pool-size", "64", "--cp-degrees", "1,64"], "--profile"),
@@ -181,15 +191,6 @@ def test_other_flags_go_to_sglang_unchanged(started: Started) -> None:
     assert config.device == "cpu"
 
 
-@pytest.mark.parametrize(("size", "degrees"), [("1", (1,)), ("2", (1, 2)), ("4", (1, 2))])
-def test_degrees_by_default_fit_the_pool(
-    started: Started, size: str, degrees: tuple[int, ...]
-) -> None:
-    launch_server.main(["--model-path", "model", "--pool-size", size, "--device", "cpu"])
-    ((config, _, _),) = started.calls
-    assert config.degrees == degrees
-
-
 def test_children_find_the_configuration(started: Started) -> None:
     launch_server.main(
         [
@@ -211,15 +212,20 @@ def test_the_router_stands_where_it_was_told_to(started: Started, tmp_path: Path
             *BASE,
             *("--device", "cpu", "--router-port", "31999", "--policy", "late"),
             *("--profile", str(profile)),
+            *("--controller", "on", "--controller-window-s", "2.5", "--controller-upper", "0.8"),
+            *("--controller-lower", "0.3", "--long-tokens", "1000"),
         ]
     )
     ((_, _, flags),) = started.calls
     assert flags is not None
-    from sgl_vertumnus.launch_router import _parser
+    from sgl_vertumnus.launch_router import _parser, router_config
 
     options = _parser().parse_args(["--pool-urls", "http://127.0.0.1:1", *flags])
     assert (options.host, options.port, options.policy) == ("127.0.0.1", 31999, "late")
     assert options.profile == str(profile)
+    assert router_config(options).policy.controller == ControllerConfig(
+        mode="on", window_s=2.5, upper=0.8, lower=0.3, long_tokens=1000
+    )
 
 
 def test_without_a_router_its_profile_does_not_matter(started: Started) -> None:
@@ -242,8 +248,56 @@ def test_ports_of_a_pool_do_not_overlap(started: Started) -> None:
         *range(ports.kv_replay, ports.kv_replay + size),
         *range(ports.reports, ports.reports + size + 1),
         ports.store,
+        *range(ports.control, ports.control + 2),
+        *range(ports.kv_service, ports.kv_service + size),
     ]
-    assert len(set(used)) == len(used) == 3 * size + 2
+    assert len(set(used)) == len(used) == 4 * size + 4
+
+
+@pytest.mark.parametrize("mode", [[], ["--disaggregation-mode", "null"]])
+def test_a_pool_that_decodes_has_no_bootstrap_port(started: Started, mode: list[str]) -> None:
+    launch_server.main([*BASE, "--device", "cpu", *mode])
+    ((config, flags, _),) = started.calls
+    assert config.bootstrap_port is None and "--disaggregation-bootstrap-port" not in flags
+
+
+def test_a_prefill_pool_takes_a_bootstrap_port_of_its_own(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's default is one port for all pools of a machine."""
+    monkeypatch.delenv("SGLANG_HOST_IP", raising=False)
+    launch_server.main([*BASE, *PREFILL])
+    ((config, flags, _),) = started.calls
+    assert config.bootstrap_port == config.ports.kv_events + 3 * config.size + 4
+    assert flags[-2:] == ["--disaggregation-bootstrap-port", str(config.bootstrap_port)]
+    assert os.environ["SGLANG_HOST_IP"] == "127.0.0.1", "where decode servers reach the ranks"
+    assert os.environ["SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (DECODE, "add --disaggregation-mode prefill"),
+        (["--disaggregation-mode", "prefill"], "needs a --decode URL"),
+        ([*PREFILL, "--no-router"], "--no-router starts none"),
+        ([*PREFILL, "--decode", "http://10.0.0.7:31000"], "--host 127.0.0.1"),
+        ([*PREFILL, "--decode", "http://10.0.0.7:31000", "--host", "0.0.0.0"], "--host 0.0.0.0"),
+        ([*PREFILL, "--decode", "10.0.0.7"], "10.0.0.7"),
+    ],
+)
+def test_decode_servers_that_cannot_be_used_are_refused_at_once(
+    started: Started, capsys: pytest.CaptureFixture[str], flags: list[str], named: str
+) -> None:
+    status, said = exit_of(capsys, *BASE, "--device", "cpu", *flags)
+    assert status == 2 and named in said
+    assert not started.calls
+
+
+def test_the_operators_bootstrap_port_counts(started: Started) -> None:
+    port = ["--disaggregation-bootstrap-port", "8998"]
+    launch_server.main([*BASE, *PREFILL, *port])
+    ((config, flags, _),) = started.calls
+    assert config.bootstrap_port == 8998 and flags.count("--disaggregation-bootstrap-port") == 1
 
 
 def test_pools_that_start_together_look_for_ports_apart(started: Started) -> None:
@@ -251,7 +305,7 @@ def test_pools_that_start_together_look_for_ports_apart(started: Started) -> Non
         launch_server.main([*BASE, "--device", "cpu"])
     starts = [config.ports.kv_events for config, _, _ in started.calls]
     assert len(set(starts)) > 1, "nothing was taken: the same search would end the same"
-    assert all(FIRST <= start < LAST - 14 for start in starts)
+    assert all(FIRST <= start < LAST - 16 for start in starts)
 
 
 def test_a_cpu_pool_gets_its_platform_and_every_rank_its_cores(
@@ -301,3 +355,72 @@ def test_without_a_device_the_machine_decides(
     launch_server.main(BASE)
     ((config, _, _),) = started.calls
     assert config.device == ("cuda" if gpu else "cpu")
+
+
+# -- the initial composition ----------------------------------------------------------------------
+
+#: Prefills of 1 s at degree 1 and 0.6 s at degree 2.
+KNOWN = {
+    "version": 1,
+    "device": "paper",
+    "model": "none",
+    "sglang_version": "0.5.23",
+    "date": "2026-01-01",
+    "measured": True,
+    "note": "",
+    "degrees": {"1": {"d_s": 0, "a_s_per_token": 0}, "2": {"d_s": 0, "a_s_per_token": 0.001}},
+    "b_s_per_token": 0,
+    "c_s_per_token": 0.01,
+    "alpha_s_per_pair": 0,
+    "kappa": {"1": 0.7, "2": 0.7},
+}
+
+
+def auto(folder: Path, *, requests: int, **changes: Any) -> list[str]:
+    (folder / "known.json").write_text(json.dumps(KNOWN | changes))
+    row = {"timestamp": 5, "input_length": 100, "output_length": 1}
+    lines = (json.dumps(row | {"hash_ids": [n]}) for n in range(requests))
+    (folder / "trace.jsonl").write_text("\n".join(lines))
+    files = ["--profile", str(folder / "known.json"), "--history", str(folder / "trace.jsonl")]
+    return [*BASE, "--device", "cpu", "--composition", "auto", *files]
+
+
+@pytest.mark.parametrize(("requests", "expected"), [(17, "2x2"), (18, "1x2,2x1"), (20, "4x1")])
+def test_an_automatic_composition_bears_the_history(
+    started: Started,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    requests: int,
+    expected: str,
+) -> None:
+    """As worked out in tests/router/core/test_initial.py."""
+    flags = auto(tmp_path, requests=requests)
+    launch_server.main([*flags, "--controller-window-s", "10"])
+    ((config, passed, router_flags),) = started.calls
+    assert config.composition == expected and config.degrees == (1, 2)
+    assert "--history" not in [*passed, *router_flags]
+    said = capsys.readouterr().err
+    assert f"{requests}.00 s of prefill" in said and "have the capacity" in said
+
+
+def test_the_controllers_threshold_leaves_room(started: Started, tmp_path: Path) -> None:
+    flags = auto(tmp_path, requests=18)
+    launch_server.main([*flags, "--controller-window-s", "10", "--controller-upper", "0.9"])
+    assert started.calls[0][0].composition == "2x2"
+
+
+def test_an_automatic_composition_needs_a_history_and_kappa(
+    started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = auto(tmp_path, requests=1, kappa={"1": 0.7})
+    code, text = exit_of(capsys, *flags)
+    assert code == 2 and "has none for 2: measure it with sgl-vertumnus profile" in text
+    code, text = exit_of(capsys, *flags[: flags.index("--history")])
+    assert code == 2 and "needs --history" in text
+    code, text = exit_of(capsys, *BASE, "--history", str(tmp_path / "trace.jsonl"))
+    assert code == 2 and "--history is for --composition auto" in text
+    code, text = exit_of(capsys, *BASE, "--composition", "auto", *flags[-2:])
+    assert code == 2 and f"{DEFAULT} has none for 1, 2" in text
+    code, text = exit_of(capsys, *flags[:-1], str(tmp_path / "nowhere"))
+    assert code == 2
+    assert started.calls == []

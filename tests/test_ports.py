@@ -1,11 +1,12 @@
 """Free ranges of ports."""
 
+import inspect
 import socket
 
 import pytest
 
 from sgl_vertumnus.errors import ConfigurationError, PoolStartError
-from sgl_vertumnus.ports import FIRST, LAST, free_range
+from sgl_vertumnus.ports import FIRST, LAST, SGLANG, free_range
 
 HOST = "127.0.0.1"
 
@@ -47,3 +48,15 @@ def test_no_range_says_so() -> None:
 def test_an_address_of_another_machine_is_no_shortage() -> None:
     with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1 is no address of this machine"):
         free_range("192.0.2.1", 4)
+
+
+@pytest.mark.parametrize("start", [SGLANG.start - 3, SGLANG.start, SGLANG[-1]])
+def test_ports_that_sglang_takes_at_random_are_left_to_it(start: int) -> None:
+    assert free_range(HOST, 4, start=start) >= SGLANG.stop
+    assert free_range(HOST, 4, start=SGLANG.start - 4) in (SGLANG.start - 4, SGLANG.stop)
+
+
+def test_sglang_takes_its_ports_where_we_think() -> None:
+    network = pytest.importorskip("sglang.srt.utils.network", reason="needs sglang")
+    asked = inspect.signature(network.get_free_port_below_ephemeral).parameters
+    assert (asked["low"].default, asked["high"].default) == (SGLANG[0], SGLANG[-1])

@@ -16,8 +16,10 @@ from sgl_vertumnus.processes import (
     family,
     is_alive,
     pss_bytes,
+    rss_bytes,
     send_signal,
     stop_family,
+    title,
 )
 
 # A root with a child and a grandchild whose own parent is gone; prints once all are up.
@@ -111,7 +113,7 @@ def test_another_life_of_a_process_id_is_left_alone(tree: Child) -> None:
     assert tree.poll() is None
 
 
-def test_pss_counts_a_shared_page_once(tmp_path: Path) -> None:
+def test_pss_counts_a_shared_page_once_and_rss_everywhere(tmp_path: Path) -> None:
     size = 64 << 20
     path = tmp_path / "shared"
     path.write_bytes(b"x" * size)
@@ -121,11 +123,23 @@ def test_pss_counts_a_shared_page_once(tmp_path: Path) -> None:
         assert len(both) == 2
         assert size / 2 < pss_bytes(both[:1]) < 0.9 * size
         assert size < pss_bytes(both) < 1.8 * size
+        assert rss_bytes(both) > 2 * size
     finally:
         for process in pair:
             process.kill()
             process.wait()
-    assert pss_bytes(both) == 0
+    assert pss_bytes(both) == rss_bytes(both) == 0
+
+
+def test_the_title_is_the_command_line_until_the_process_ends() -> None:
+    process = start('print("up", flush=True); import time; time.sleep(600)')
+    try:
+        (member,) = family(process.pid)
+        assert title(member).startswith(f"{sys.executable} -c print(")
+    finally:
+        process.kill()
+        process.wait()
+    assert title(member) == ""
 
 
 def test_cpu_seconds_grow_with_work() -> None:

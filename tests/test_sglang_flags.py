@@ -92,6 +92,7 @@ def test_kv_events_are_what_sglang_reads(host: str) -> None:
     assert events.endpoint == f"tcp://{host}:{config.ports.kv_events}"
     assert events.replay_endpoint == f"tcp://{host}:{config.ports.kv_replay}"
     assert events.buffer_steps >= 10_000
+    assert events.format == "dynamo"
     assert parsed(config, PASSED).kv_events_config == text
 
 

@@ -75,7 +75,7 @@ def parse_composition(text: str, pool_size: int, degrees: Sequence[int]) -> tupl
     at = 0
     for term in text.split(","):
         count_text, _, degree_text = term.strip().lower().partition("x")
-        if not (count_text.isdigit() and degree_text.isdigit()):
+        if not (_is_number(count_text) and _is_number(degree_text)):
             raise CompositionError(
                 f"--composition {text!r}: {term.strip()!r} is not COUNTxDEGREE, as in 2x1,1x2"
             )
@@ -85,20 +85,26 @@ def parse_composition(text: str, pool_size: int, degrees: Sequence[int]) -> tupl
                 f"--composition {text!r}: degree {degree} is not among --cp-degrees "
                 f"{','.join(map(str, sorted(set(degrees))))}"
             )
-        for _ in range(count):
-            if at % degree:
-                raise CompositionError(
-                    f"--composition {text!r}: a degree-{degree} worker would start at rank {at}; "
-                    f"blocks are aligned, so write larger degrees first or fill up to a "
-                    f"multiple of {degree}"
-                )
-            blocks.append(Block(at, degree))
-            at += degree
+        if count and at % degree:
+            raise CompositionError(
+                f"--composition {text!r}: a degree-{degree} worker would start at rank {at}; "
+                f"blocks are aligned, so write larger degrees first or fill up to a "
+                f"multiple of {degree}"
+            )
+        at += count * degree
+        if at > pool_size:
+            break  # before a list is made that could be of any length
+        blocks += [Block(first, degree) for first in range(at - count * degree, at, degree)]
     if at != pool_size:
         raise CompositionError(
             f"--composition {text!r} uses {at} rank(s), the pool has {pool_size}"
         )
     return tuple(blocks)
+
+
+def _is_number(text: str) -> bool:
+    """Digits that ``int`` reads."""
+    return text.isascii() and text.isdigit() and len(text) < 20
 
 
 def format_composition(blocks: Sequence[Block]) -> str:

@@ -11,14 +11,23 @@ Two channels carry them:
 KV events and load come on SGLang's own sockets in SGLang's own format.
 """
 
+from typing import Annotated
+
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 3
 REPORT_TOPIC = b"vertumnus"
 
 #: A rank that has been silent this long is lost (its reports come every second).
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
+
+#: A front takes no ``CopyCommand`` with a longer timeout.
+MAX_COPY_S = 100.0
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ProtocolError(ValueError):
@@ -54,10 +63,38 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity_tokens: int
     chunk_tokens: int
     chat_template: str | None = None
+    #: architecture, sizes and type of the weights: what prefill times depend on
+    shape: str = ""
+
+
+class PrefillSide(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool that prefills only; decode servers fetch the KV from its ranks.
+
+    They learn the ranks' addresses from SGLang's bootstrap server, on ``bootstrap_port`` of the
+    host that the pool's URL names. Every rank is registered there once, for life, as the
+    data-parallel rank of its own number. They copy the KV as it is, so theirs must be of the same
+    type: ``dtype`` and ``kv_cache_dtype`` are the pool's, in the words of SGLang's flags.
+    """
+
+    bootstrap_port: int
+    dtype: str
+    kv_cache_dtype: str
+
+
+class KvService(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks that copy cached prefixes from each other and delete them when told to.
+
+    ``endpoint`` is where rank r answers other ranks; only they connect to it. Routers send
+    ``CopyCommand``, ``ReclaimCommand`` and ``SnapshotCommand`` to the front.
+    """
+
+    endpoint: Endpoint
+    token_bytes: int
 
 
 class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to ``GET /vertumnus/pool``."""
+    """The answer to ``GET /vertumnus/pool``. ``prefill`` None: the pool decodes, too.
+    ``device``: what a rank computes on, in words."""
 
     version: int
     pool_id: str
@@ -68,6 +105,131 @@ class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: KvEvents
     reports: Endpoint
     manifest: str
+    prefill: PrefillSide | None = None
+    kv_service: KvService | None = None
+    device: str = ""
+
+
+class Stages(msgspec.Struct, frozen=True, kw_only=True):
+    """How long each part of a move took, milliseconds.
+
+    ``drain``: from the command until every block of ranks that changes stood at a step boundary
+    and began no further prefill. ``vote``: until every rank had reached the command to switch.
+    ``switch``: until the last of them served in its new block. ``publish``: until the epoch was
+    committed and handed out.
+    """
+
+    drain: float
+    vote: float
+    switch: float
+    publish: float
+
+
+class MoveReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One move of a pool, as it ended.
+
+    ``outcome``: ``committed``; ``abandoned`` before any rank had switched, nothing has changed;
+    ``failed``: the epoch holds, and the blocks in ``failed`` serve no more.
+    """
+
+    epoch: int
+    before: str
+    after: str
+    outcome: str
+    reason: str | None = None
+    failed: tuple[tuple[int, int], ...] = ()
+    stages: Stages | None = None
+
+
+class BlockState(msgspec.Struct, frozen=True, kw_only=True):
+    """One block of a pool's composition; ``state`` is ``serving`` or ``failed``."""
+
+    first: int
+    degree: int
+    state: str
+
+
+class PoolComposition(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to ``GET /vertumnus/composition`` on a pool's front: what it serves as now,
+    where it is moving, and its last moves, oldest first."""
+
+    epoch: int
+    composition: str
+    blocks: tuple[BlockState, ...]
+    moving: str | None = None
+    moves: tuple[MoveReport, ...] = ()
+
+
+class MoveCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``POST /vertumnus/regroup`` on a pool's front. ``epoch`` is the one that the
+    sender knows; a pool that has moved on refuses."""
+
+    composition: str
+    epoch: int | None = None
+
+
+class CopyCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``POST /vertumnus/kv/copy`` on the front of the destination's pool: rank
+    ``rank`` fetches what it lacks of ``blocks``, block hashes from the root, from the rank at
+    ``source`` ("host:port"). Each must be in the life that is named."""
+
+    rank: int
+    incarnation: str
+    source: str
+    source_incarnation: str
+    blocks: tuple[int, ...]
+    timeout_s: float
+
+
+class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """``outcome``: ``done``; ``refused``, nothing was moved; ``failed``, what was moved is not
+    used. ``seconds`` is the whole copy, ``transfer_s`` its bytes alone."""
+
+    outcome: str
+    reason: str | None = None
+    blocks: Count = 0
+    bytes: Count = 0
+    seconds: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+
+
+class ReclaimCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``POST /vertumnus/kv/reclaim``: rank ``rank`` deletes ``blocks[keep:]`` of a
+    chain of block hashes from the root.
+
+    ``as_of`` is the version of the rank's index that the sender knows: the number of batches of
+    KV events that it has seen. What was stored later is not what it means.
+    """
+
+    rank: int
+    incarnation: str
+    blocks: tuple[int, ...]
+    keep: int
+    as_of: int
+
+
+class ReclaimReport(msgspec.Struct, frozen=True, kw_only=True):
+    """``outcome``: ``done`` or ``refused``."""
+
+    outcome: str
+    reason: str | None = None
+    blocks: Count = 0
+
+
+class SnapshotCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``POST /vertumnus/kv/snapshot``: rank ``rank`` publishes every block that it
+    holds once more in its stream of KV events, in order with what else happens to them."""
+
+    rank: int
+    incarnation: str
+
+
+class SnapshotReport(msgspec.Struct, frozen=True, kw_only=True):
+    """``outcome``: ``done`` or ``refused``; ``blocks``: how many are published."""
+
+    outcome: str
+    reason: str | None = None
+    blocks: Count = 0
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="rank_state"):

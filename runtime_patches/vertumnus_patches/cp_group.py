@@ -1,5 +1,6 @@
 """A CP communicator over ranks that live in different SGLang replicas."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -49,6 +50,32 @@ class CpGroup:
     def broadcast_from_leader(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor`` on the model's device with the leader's, in place."""
         dist.broadcast(tensor, src=0, group=self.device_group)
+
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
+        """Overwrite ``tensor`` on the model's device with the one of rank ``owner``, in place."""
+        dist.broadcast(tensor, group_src=owner, group=self.device_group)
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The equally many numbers of each rank."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        everyone = torch.empty(self.world_size * len(numbers), dtype=torch.int64)
+        dist.all_gather_into_tensor(everyone, mine, group=self.cpu_group)
+        rows: list[list[int]] = everyone.view(self.world_size, len(numbers)).tolist()
+        return rows
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """What each rank passed, in rank order."""
+        sizes = [size for (size,) in self.gather_numbers([len(payload)])]
+        longest = max(sizes)
+        if not longest:
+            return [b""] * self.world_size
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if payload:  # a buffer without bytes is refused
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        everyone = torch.empty(self.world_size * longest, dtype=torch.uint8)
+        dist.all_gather_into_tensor(everyone, mine, group=self.cpu_group)
+        rows = everyone.view(self.world_size, longest)
+        return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
     def warm_up(self) -> None:
         """Open every connection now, so that the first regroup does not pay for it."""

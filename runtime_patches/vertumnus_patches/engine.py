@@ -12,30 +12,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from vertumnus_patches.cp_group import CpGroup
+from vertumnus_patches.transfers import is_prefill_side
 
 __all__ = [
     "FinishedPrefill",
     "FrontState",
     "Load",
     "ModelFacts",
+    "admin_endpoint",
     "apply_geometry",
+    "await_message",
     "chosen_fields",
     "data_parallel_rank",
     "expect_control_answers",
-    "flush",
     "front_state",
     "hidden_size",
     "http_app",
     "is_extend",
-    "is_idle",
     "load_of",
     "load_plugins",
     "model_facts",
+    "no_prefill",
     "parse_flags",
     "prefilled",
+    "prefilling",
     "preload",
     "resolved_attention_backends",
     "serve_http",
+    "unpaired_fields",
 ]
 
 
@@ -73,6 +77,8 @@ class ModelFacts:
     context_tokens: int
     #: layers x (K and V) x heads x head width, in elements
     kv_elements_per_token: int
+    #: its sizes, in words
+    shape: str = ""
 
 
 def model_facts(server_args: Any) -> ModelFacts:
@@ -96,6 +102,10 @@ def model_facts(server_args: Any) -> ModelFacts:
             * model.get_num_kv_heads(1)
             * (model.head_dim + model.v_head_dim)
         ),
+        shape=(
+            f"{model.hf_config.architectures[0]} of {model.num_hidden_layers} layers, width "
+            f"{model.hidden_size}, {model.num_attention_heads} heads"
+        ),
     )
 
 
@@ -110,6 +120,9 @@ class FrontState:
     chunk_tokens: int
     page_tokens: int
     chat_template: str | None
+    #: SGLang's flags, as given
+    dtype: str
+    kv_cache_dtype: str
 
 
 def front_state() -> FrontState:
@@ -128,6 +141,8 @@ def front_state() -> FrontState:
         chunk_tokens=chunk_tokens if chunk_tokens > 0 else kv_capacity_tokens,
         page_tokens=int(get_schedule().page_size),
         chat_template=get_serving().chat_template,
+        dtype=str(state.tokenizer_manager.server_args.dtype),
+        kv_cache_dtype=str(state.tokenizer_manager.server_args.kv_cache_dtype),
     )
 
 
@@ -186,6 +201,15 @@ def http_app() -> Any:
     from sglang.srt.entrypoints.http_server import app
 
     return app
+
+
+def admin_endpoint(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """``handler``, open to whom SGLang lets use its own administrative endpoints: to everybody
+    who reaches a front without keys."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    marked: Callable[..., Any] = auth_level(AuthLevel.ADMIN_OPTIONAL)(handler)
+    return marked
 
 
 def serve_http(server_args: Any, *, start: Callable[[], None]) -> None:
@@ -256,14 +280,23 @@ def data_parallel_rank() -> int:
     return int(get_parallel().dp_rank or 0)
 
 
-def is_idle(scheduler: Any) -> bool:
-    """Whether no request is queued, running or being handed out."""
-    return bool(scheduler.is_fully_idle())
+def unpaired_fields() -> dict[str, Any]:
+    """Fields of a request to a pool that prefills only whose KV is sent nowhere."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    return {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0}
 
 
-def flush(scheduler: Any) -> None:
-    """Forget all cached prefixes and compiled grammars of an idle rank."""
-    scheduler.flush_cache(empty_cache=False)
+def no_prefill(running_batch: Any) -> Any:
+    """SGLang's plan for a step without a prefill."""
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+    return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+
+def await_message(scheduler: Any, timeout_ms: int) -> None:
+    """Wait until the rank's own socket has something to read."""
+    scheduler.ipc_channels.recv_from_tokenizer.poll(timeout_ms)
 
 
 def hidden_size(scheduler: Any) -> int:
@@ -274,9 +307,14 @@ def hidden_size(scheduler: Any) -> int:
 def load_of(scheduler: Any) -> Load:
     """Read from any thread: lengths and counters only."""
     capacity = int(scheduler.max_total_num_tokens)
+    handshakes, sent = (
+        (scheduler.disagg_prefill_bootstrap_queue.queue, scheduler.disagg_prefill_inflight_queue)
+        if is_prefill_side(scheduler)
+        else ((), ())
+    )
     return Load(
-        running_requests=len(scheduler.running_batch.reqs),
-        waiting_requests=len(scheduler.waiting_queue),
+        running_requests=len(scheduler.running_batch.reqs) + len(sent),
+        waiting_requests=len(scheduler.waiting_queue) + len(handshakes),
         kv_used_tokens=capacity - int(scheduler.token_to_kv_pool_allocator.available_size()),
         kv_capacity_tokens=capacity,
     )
@@ -316,6 +354,12 @@ def apply_geometry(scheduler: Any, *, group: CpGroup | None) -> None:
 def is_extend(batch: Any) -> bool:
     """Whether the step is (a chunk of) a prefill."""
     return bool(batch.forward_mode.is_extend())
+
+
+def prefilling(batch: Any) -> list[str]:
+    """Ids of the requests of an extend step that have no token yet. One that was retracted and
+    goes on has had its prefill."""
+    return [request.rid for request in batch.reqs if not request.output_ids]
 
 
 def prefilled(batch: Any) -> list[FinishedPrefill]:

@@ -12,10 +12,14 @@ __all__ = [
     "abort_undispatched",
     "decode_requests",
     "encode_requests",
+    "hand_over",
     "normalised",
     "receive",
+    "refuse_regroup",
     "refuse_session",
     "requests_in",
+    "room_of",
+    "send",
 ]
 
 #: What msgspec and SGLang's hooks raise for a value that has no place in its field.
@@ -24,6 +28,13 @@ _UNREADABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.Msg
 
 class NotMirrorable(ValueError):
     """A message that a member of a block could not be told."""
+
+
+def room_of(request: Any) -> int | None:
+    """Where a decode server waits for the request's KV; None where none does."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    return None if request.bootstrap_host == FAKE_BOOTSTRAP_HOST else request.bootstrap_room
 
 
 def normalised(message: Any) -> Any:
@@ -41,16 +52,22 @@ def normalised(message: Any) -> Any:
         raise NotMirrorable(_with_field_names(message, str(exc))) from exc
     if hasattr(message, "time_stats"):
         read.time_stats = message.time_stats
-    _refuse_what_ranks_decide_alone(read)
+    _refuse_what_cannot_be_shared(read)
     return read
 
 
-def _refuse_what_ranks_decide_alone(message: Any) -> None:
-    """Each rank of a block would decide these by its own logits or its own clock."""
+def _refuse_what_cannot_be_shared(message: Any) -> None:
+    """Each rank of a block would decide these by its own logits or its own clock; and what
+    could not go on after its block merged."""
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
     if (getattr(getattr(message, "sampling_params", None), "beam_width", None) or 1) > 1:
         raise NotMirrorable("sampling_params.beam_width: a pool does not serve beam search")
+    if getattr(message, "input_embeds", None) is not None:
+        raise NotMirrorable(
+            "input_embeds: SGLang starts such a request again when it is retracted, and a merge "
+            "of workers retracts; send input_ids"
+        )
     if isinstance(message, FlushCacheReqInput):
         message.timeout_s = None  # flush now or say that it is not possible
 
@@ -130,6 +147,37 @@ def requests_in(message: Any) -> list[Any] | None:
     if isinstance(message, (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)):
         return list(message)
     return None
+
+
+def hand_over(socket: Any, request: Any) -> None:
+    """Give a rank a request, with the time stamps of ``dispatching_with_trace``, which would send
+    it to the rank that it names."""
+    from sglang.srt.managers.io_struct import sock_send, unwrap_from_pickle, wrap_as_pickle
+    from sglang.srt.observability.req_time_stats import DPControllerReqTimeStats
+
+    times = DPControllerReqTimeStats.new_from_obj(unwrap_from_pickle(request.time_stats))
+    times.set_dp_dispatch_time()
+    request.time_stats = wrap_as_pickle(times)
+    sock_send(socket, request)
+    times.set_dp_dispatch_finish_time()
+
+
+def send(socket: Any, message: Any) -> None:
+    """Give a rank a control message, in order with its requests."""
+    from sglang.srt.managers.io_struct import sock_send
+
+    sock_send(socket, message)
+
+
+def refuse_regroup(socket: Any, message: Any, *, ranks: int) -> None:
+    """Answer a regroup command that came from outside, in the stead of all the ``ranks`` that
+    the front waits for."""
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput, sock_send
+
+    for _ in range(ranks):
+        answer = SetInternalStateReqOutput(updated=False)
+        answer.http_worker_ipc = message.http_worker_ipc
+        sock_send(socket, answer)
 
 
 def refuse_session(socket: Any, message: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The KV and the output of a step that only the leader of a block computes."""
+"""KV by slot, and the KV and output of a step that only the leader of a block computes."""
 
 from typing import Any
 
@@ -22,27 +22,17 @@ def is_repeated(forward_batch: Any) -> bool:
 
 def read_new_kv(runner: Any, forward_batch: Any) -> torch.Tensor:
     """KV of the step's tokens, [layers, 2, tokens, KV heads, head width]."""
-    received = empty_new_kv(runner, forward_batch)
-    slots = forward_batch.out_cache_loc
-    for layer, (keys, values) in enumerate(_kv_buffers(runner)):
-        torch.index_select(keys, 0, slots, out=received[layer, 0])
-        torch.index_select(values, 0, slots, out=received[layer, 1])
-    return received
+    return read_slots(_pool_of(runner), forward_batch.out_cache_loc)
 
 
 def empty_new_kv(runner: Any, forward_batch: Any) -> torch.Tensor:
     """An uninitialised tensor of the shape and type of ``read_new_kv``."""
-    buffers = _kv_buffers(runner)
-    keys = buffers[0][0]
-    return keys.new_empty(len(buffers), 2, len(forward_batch.out_cache_loc), *keys.shape[1:])
+    return empty_slots(_pool_of(runner), len(forward_batch.out_cache_loc))
 
 
 def write_new_kv(runner: Any, forward_batch: Any, received: torch.Tensor) -> None:
     """Put the leader's KV where this rank would have put its own."""
-    slots = forward_batch.out_cache_loc
-    for layer, (keys, values) in enumerate(_kv_buffers(runner)):
-        keys.index_copy_(0, slots, received[layer, 0])
-        values.index_copy_(0, slots, received[layer, 1])
+    write_slots(_pool_of(runner), forward_batch.out_cache_loc, received)
 
 
 def blank_output(runner: Any, forward_batch: Any) -> Any:
@@ -56,6 +46,32 @@ def blank_output(runner: Any, forward_batch: Any) -> Any:
     )
 
 
-def _kv_buffers(runner: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pool = runner.model_runner.token_to_kv_pool
+def read_slots(pool: Any, slots: torch.Tensor) -> torch.Tensor:
+    """KV in ``slots`` [tokens] of SGLang's KV pool, [layers, 2, tokens, KV heads, head width]."""
+    kv = empty_slots(pool, len(slots))
+    for layer, (keys, values) in enumerate(_buffers(pool)):
+        torch.index_select(keys, 0, slots, out=kv[layer, 0])
+        torch.index_select(values, 0, slots, out=kv[layer, 1])
+    return kv
+
+
+def write_slots(pool: Any, slots: torch.Tensor, kv: torch.Tensor) -> None:
+    """The inverse of ``read_slots``."""
+    for layer, (keys, values) in enumerate(_buffers(pool)):
+        keys.index_copy_(0, slots, kv[layer, 0])
+        values.index_copy_(0, slots, kv[layer, 1])
+
+
+def empty_slots(pool: Any, tokens: int) -> torch.Tensor:
+    """An uninitialised tensor for the KV of so many tokens."""
+    buffers = _buffers(pool)
+    keys = buffers[0][0]
+    return keys.new_empty(len(buffers), 2, tokens, *keys.shape[1:])
+
+
+def _pool_of(runner: Any) -> Any:
+    return runner.model_runner.token_to_kv_pool
+
+
+def _buffers(pool: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(pool.k_buffer, pool.v_buffer, strict=True))

@@ -7,6 +7,8 @@ installed, so an unbound seam is a mistake and raises.
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from vertumnus_patches.block_events import BlockEvent
+
 
 class RankSeam(Protocol):
     """One rank (a scheduler process)."""
@@ -16,8 +18,11 @@ class RankSeam(Protocol):
         """Whether this rank mirrors another one that leads its block."""
 
     @property
-    def may_sleep(self) -> bool:
-        """Whether an idle rank may wait on its own sockets."""
+    def computes_on_cpu(self) -> bool:
+        """Whether whatever spins takes cores from the model."""
+
+    def sleep(self, sleep: Callable[[], None]) -> None:
+        """The rank is idle: let it wait on its own sockets, if it may."""
 
     def on_parallel_ready(self) -> None:
         """SGLang's own process groups exist; build the lattice's."""
@@ -25,8 +30,15 @@ class RankSeam(Protocol):
     def exchange_requests(self, received: list[Any] | None) -> list[Any]:
         """Requests of this step: the leader's go to every member, which pass None."""
 
-    def reconfigure(self, scheduler: Any, knobs: Mapping[str, float]) -> bool:
-        """Apply a regroup command; False when it was refused."""
+    def answers(self, home: int | None) -> bool:
+        """Whether this rank tells the client about requests at home on that rank; None: of no
+        request."""
+
+    def admit_prefills(self, scheduler: Any, running_batch: Any, admit: Callable[[], Any]) -> Any:
+        """The plan of the next prefill step: ``admit()``, or SGLang's plan without one."""
+
+    def follow(self, scheduler: Any, knobs: Mapping[str, float]) -> None:
+        """Follow a command of a move."""
 
     def shards(self, new_tokens: list[int], all_tokens: list[int], degree: int) -> bool:
         """Whether a prefill step of these sequences is computed in parts."""
@@ -36,6 +48,12 @@ class RankSeam(Protocol):
 
     def sync_token_ids(self, token_ids: Any) -> None:
         """Overwrite the sampled ids, shape [batch], with the leader's, in place."""
+
+    def on_block_event(self, event: BlockEvent) -> None:
+        """Blocks have entered or left the tree; about to be published."""
+
+    def on_events_published(self) -> None:
+        """The block events so far have been published, as one batch, or there were none."""
 
     def on_batch_started(self, scheduler: Any, batch: Any) -> None:
         """A forward step of the leader is about to run."""
@@ -49,9 +67,6 @@ class ControllerSeam(Protocol):
 
     def run(self, controller: Any) -> None:
         """The controller's main loop, for the life of the process."""
-
-    def on_control(self, controller: Any, message: Any) -> None:
-        """A control message has been handed to the ranks that lead now."""
 
 
 class FrontSeam(Protocol):

@@ -1,8 +1,9 @@
 """A pool as a child process: started, watched through its log, and never left behind."""
 
 import asyncio
+import os
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +27,26 @@ class PoolProcess:
     not through a pipe: descendants can outlive it, and nothing blocks when nobody reads.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, log_path: Path, clock: Clock) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, log_path: Path, clock: Clock, name: str
+    ) -> None:
+        self._name = name
         self._process = process
         self._log_path = log_path
         self._clock = clock
 
     @classmethod
-    async def start(cls, command: Sequence[str], log_path: Path, clock: Clock) -> "PoolProcess":
-        """Run ``command`` with its output in ``log_path``, which is emptied first."""
+    async def start(
+        cls,
+        command: Sequence[str],
+        log_path: Path,
+        clock: Clock,
+        *,
+        name: str = "the pool",
+        environment: Mapping[str, str] | None = None,
+    ) -> "PoolProcess":
+        """Run ``command`` with its output in ``log_path``, which is emptied first, and with
+        ``environment`` on top of this process's. Errors call it by its ``name``."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
@@ -43,8 +56,9 @@ class PoolProcess:
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=processes.die_with_parent,
+                env={**os.environ, **(environment or {})},
             )
-        return cls(process, log_path, clock)
+        return cls(process, log_path, clock, name)
 
     @property
     def pid(self) -> int:
@@ -63,7 +77,7 @@ class PoolProcess:
                 return await working
             status = await ended
             how = f"with exit status {status}" if status >= 0 else f"by signal {-status}"
-            raise self.failure(f"the pool ended {how}")
+            raise self.failure(f"{self._name} ended {how}")
         finally:
             for task in (working, ended):
                 task.cancel()

@@ -1,6 +1,7 @@
 """A pool of real SGLang ranks with two context-parallel degrees, one question, one answer.
 
-    python -m sgl_vertumnus.demo.quickstart [--once] [--json] [--port P] [--composition 2x1,1x2]
+    python -m sgl_vertumnus.demo.quickstart [--once] [--json] [--port P] [--composition 2x1]
+        [--pd]
 
 ``scripts/quickstart`` installs what this needs and then runs it. Progress goes to standard
 error, the answer to standard output.
@@ -22,16 +23,20 @@ from vertumnus_router.io.config import DEFAULT_PORT
 
 from sgl_vertumnus import processes
 from sgl_vertumnus.config import check_geometry
+from sgl_vertumnus.cpu_dtype import faster_dtype
 from sgl_vertumnus.demo import embedded_model
 from sgl_vertumnus.demo.checkpoint_cache import cache_root
 from sgl_vertumnus.demo.pool_process import Milestones, PoolProcess
 from sgl_vertumnus.demo.progress import Console, Progress
 from sgl_vertumnus.demo.router_client import RouterClient
+from sgl_vertumnus.demo.servers import DECODE_FLAGS, PLAIN_ENVIRONMENT, plain_command
 from sgl_vertumnus.errors import ConfigurationError, PoolStartError, VertumnusError
 from sgl_vertumnus.ports import free_range
 
 QUESTION = "What is the capital of France?"
 _READY_LIMIT_S = 600.0
+_DECODE_PORTS = 31800
+_DECODE_TOKENS = 32768
 _HOST = "127.0.0.1"
 
 
@@ -61,6 +66,8 @@ class Options:
     degrees: tuple[int, ...]
     composition: str
     pool_flags: tuple[str, ...]
+    #: port of a decode server; None: the pool decodes, too
+    decode_port: int | None = None
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
@@ -78,18 +85,25 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument(
         "--composition",
-        default="2x1,1x2",
-        help="workers as COUNTxDEGREE; their ranks add up to the pool (default: %(default)s)",
+        help="workers as COUNTxDEGREE; their ranks add up to the pool (default: 2x1,1x2, or 2x1 "
+        "with --pd)",
+    )
+    parser.add_argument(
+        "--pd",
+        action="store_true",
+        help="let the pool prefill only, and start a decode server of plain SGLang that fetches "
+        "the KV with Mooncake over TCP",
     )
     parser.add_argument(
         "pool_flags", nargs="*", metavar="-- FLAG", help="further flags for launch_server"
     )
     arguments = parser.parse_args(argv)
+    asked = arguments.composition or ("2x1" if arguments.pd else "2x1,1x2")
     try:
-        size, largest = _extent(arguments.composition)
+        size, largest = _extent(asked)
         # The whole ladder up to the largest degree named, so that the pool can be regrouped.
         ladder = tuple(1 << exponent for exponent in range(largest.bit_length()))
-        degrees, composition = check_geometry(size, ladder, arguments.composition)
+        degrees, composition = check_geometry(size, ladder, asked)
         port = _port(arguments.port)
     except ConfigurationError as exc:
         parser.error(str(exc))
@@ -101,6 +115,8 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         degrees=degrees,
         composition=composition,
         pool_flags=tuple(arguments.pool_flags),
+        # Far enough from the front's, which is looked for when this one is not bound yet.
+        decode_port=free_range(_HOST, 1, start=_DECODE_PORTS) if arguments.pd else None,
     )
 
 
@@ -131,6 +147,11 @@ def launch_command(options: Options, model: Path) -> list[str]:
     """The command that starts the pool and the router."""
     # From the upper end: launch_server takes its other ports from the lower.
     front = free_range(_HOST, 1, start=31000)
+    prefills = (
+        ["--disaggregation-mode", "prefill", "--decode", f"http://{_HOST}:{options.decode_port}"]
+        if options.decode_port is not None
+        else []
+    )
     return [
         *(sys.executable, "-m", "sgl_vertumnus.launch_server"),
         *("--model-path", str(model), "--served-model-name", embedded_model.NAME),
@@ -138,8 +159,19 @@ def launch_command(options: Options, model: Path) -> list[str]:
         *("--cp-degrees", ",".join(map(str, options.degrees))),
         *("--composition", options.composition),
         *("--host", _HOST, "--port", str(front), "--router-port", str(options.port)),
+        *prefills,
         *options.pool_flags,
     ]
+
+
+def decode_command(options: Options, model: Path) -> list[str] | None:
+    """The command that starts the decode server, if there is to be one."""
+    if options.decode_port is None:
+        return None
+    flags = [*DECODE_FLAGS, "--served-model-name", embedded_model.NAME]
+    # As the pool's ranks have it: KV is not converted on its way.
+    flags += ["--dtype", faster_dtype(), "--max-total-tokens", str(_DECODE_TOKENS)]
+    return plain_command(model, options.decode_port, flags)
 
 
 class _Signals:
@@ -165,23 +197,39 @@ class _Signals:
             self.hurried = True
 
 
-async def run(options: Options, command: Sequence[str], progress: Progress, clock: Clock) -> int:
-    """Start the pool with ``command``, ask, print the answer, serve unless ``--once``.
+async def run(
+    options: Options,
+    command: Sequence[str],
+    progress: Progress,
+    clock: Clock,
+    decode: Sequence[str] | None = None,
+) -> int:
+    """Start the pool with ``command``, and a server with ``decode`` if given, ask, print the
+    answer, serve unless ``--once``.
 
     Returns the exit status. However this ends, no process of the pool is left.
     """
     signals = _Signals(_current_task())
     processes.adopt_orphans()
-    log = cache_root() / "logs" / f"quickstart-{options.port}.log"
+    logs = cache_root() / "logs"
+    log = logs / f"quickstart-{options.port}.log"
     pool: PoolProcess | None = None
+    decoder: PoolProcess | None = None
     reporting: asyncio.Task[None] | None = None
     result: Result | None = None
     try:
         progress.step(f"starting {options.pool_size} ranks as {options.composition}, log: {log}")
         started = clock.now()
         pool = await PoolProcess.start(command, log, clock)
+        if decode is not None:
+            log = logs / f"quickstart-{options.port}-decode.log"
+            progress.step(f"starting a decode server, log: {log}")
+            decoder = await PoolProcess.start(
+                decode, log, clock, name="the decode server", environment=PLAIN_ENVIRONMENT
+            )
         reporting = asyncio.create_task(_report(pool, progress))
-        result = await pool.during(_first_answer(options, pool, started, progress, clock))
+        asking = pool.during(_first_answer(options, pool, started, progress, clock))
+        result = await (asking if decoder is None else decoder.during(asking))
         if not options.once:
             _publish(result, options)
             progress.step("serving until Ctrl-C")
@@ -192,8 +240,9 @@ async def run(options: Options, command: Sequence[str], progress: Progress, cloc
     finally:
         signals.shutting_down()
         progress.step("stopping the pool")
-        if pool is not None:
-            await pool.stop(hurry=lambda: signals.hurried)
+        for process in (pool, decoder):
+            if process is not None:
+                await process.stop(hurry=lambda: signals.hurried)
         if reporting is not None:
             reporting.cancel()
         await processes.kill_descendants(clock)
@@ -273,7 +322,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         model = embedded_model.prepare(progress=progress)
         command = launch_command(options, model)
-        return asyncio.run(run(options, command, progress, WallClock()))
+        decode = decode_command(options, model)
+        return asyncio.run(run(options, command, progress, WallClock(), decode))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (VertumnusError, aiohttp.ClientError, OSError) as exc:

@@ -63,7 +63,7 @@ class RouterClient:
         blocks = [
             Block(min(worker["ranks"]), int(worker["degree"]))
             for worker in (await self._json("/workers"))["workers"]
-            if worker["state"] == "serving"
+            if worker["worker_type"] != "decode" and worker["state"] == "serving"
         ]
         return format_composition(blocks)
 

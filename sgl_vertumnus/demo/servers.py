@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from vertumnus_router.clock import WallClock
 
@@ -27,9 +28,22 @@ from sgl_vertumnus.ports import free_range
 READY_TIMEOUT_S = 300.0
 STOP_GRACE_S = 20.0
 _POLL_S = 0.05
-_LOG_TAIL_LINES = 40
+#: The cause, a rank's traceback, stands before those of the processes that it takes along.
+_LOG_TAIL_LINES = 150
+#: SGLang's name for a scheduler process of data-parallel rank N ends in N.
+_RANK_TITLE = "sglang::scheduler_DP"
 #: Above the ports that ``launch_server`` takes for itself.
 _FIRST_PORT = 31000
+#: One core for a server without ranks of its own, and loopback for the KV that it fetches.
+PLAIN_ENVIRONMENT = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0",
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_HOST_IP": "127.0.0.1",
+}
+DECODE_FLAGS = (
+    *("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake_tcp"),
+    *("--disaggregation-decode-retraction-backup", "none"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,10 @@ class Server:
     def family(self) -> list[processes.Process]:
         """All its processes."""
         return processes.family(self.pid)
+
+    def ranks(self) -> list[processes.Process]:
+        """The scheduler processes of a pool."""
+        return [p for p in self.family if processes.title(p).startswith(_RANK_TITLE)]
 
     def get(self, path: str, *, router: bool = False) -> Any:
         """Decoded JSON of a GET. Raises ``urllib.error.HTTPError``."""
@@ -103,6 +121,23 @@ def pool(
 
 
 @contextmanager
+def router(
+    pool_url: str, flags: Sequence[str] = (), *, log: Path | None = None
+) -> Iterator[Server]:
+    """A router of its own before a running pool; ``pid`` and ``family`` are the router's."""
+    front = urlsplit(pool_url).port
+    if front is None:
+        raise ValueError(f"{pool_url!r} names no port")
+    port = free_range("127.0.0.1", 1, start=_FIRST_PORT)
+    command = [
+        *(sys.executable, "-m", "sgl_vertumnus.launch_router", "--pool-urls", pool_url),
+        *("--port", str(port)),
+    ]
+    with _running([*command, *flags], front, port, {}, log) as server:
+        yield server
+
+
+@contextmanager
 def plain(
     model: str | Path, *, flags: Sequence[str] = (), log: Path | None = None
 ) -> Iterator[Server]:
@@ -111,16 +146,36 @@ def plain(
     On a CPU it gets the flags that a pool's ranks get, so that the two can be compared.
     """
     front = free_range("127.0.0.1", 1, start=_FIRST_PORT)
-    command = [
+    with _running(
+        plain_command(model, front, flags), front, None, PLAIN_ENVIRONMENT, log
+    ) as server:
+        yield server
+
+
+@contextmanager
+def decode(
+    model: str | Path,
+    *,
+    port: int | None = None,
+    flags: Sequence[str] = (),
+    log: Path | None = None,
+) -> Iterator[Server]:
+    """A decode server: unmodified SGLang, as ``plain``; on any port unless it is given one."""
+    front = port or free_range("127.0.0.1", 1, start=_FIRST_PORT)
+    command = plain_command(model, front, (*DECODE_FLAGS, *flags))
+    with _running(command, front, None, PLAIN_ENVIRONMENT, log) as server:
+        yield server
+
+
+def plain_command(model: str | Path, port: int, flags: Sequence[str]) -> list[str]:
+    """The command line of unmodified SGLang on a CPU."""
+    return [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
-        *("--host", "127.0.0.1", "--port", str(front), "--device", "cpu"),
+        *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu"),
         *("--attention-backend", "torch_native", "--page-size", "16", "--dtype", "float32"),
         *("--disable-overlap-schedule", "--sleep-on-idle"),
         *flags,
     ]
-    environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0", "OMP_NUM_THREADS": "1"}
-    with _running(command, front, None, environment, log) as server:
-        yield server
 
 
 @contextmanager

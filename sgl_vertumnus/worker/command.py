@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vertumnus_patches.regroup_message import MalformedRegroup, read_regroup
+from vertumnus_patches.regroup_message import MalformedRegroup, Phase, read_regroup
 from vertumnus_router.lattice import Block, CompositionError, lattice
 
 from sgl_vertumnus.config import PoolConfig
@@ -11,8 +11,10 @@ from sgl_vertumnus.config import PoolConfig
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """Serve as ``blocks``, in rank order, every rank in exactly one, from ``epoch`` on."""
+    """A phase of the move to ``blocks``, in rank order, every rank in exactly one, which begin
+    with ``epoch``."""
 
+    phase: Phase
     epoch: int
     blocks: tuple[Block, ...]
 
@@ -23,13 +25,10 @@ class Regroup:
 def read_command(config: PoolConfig, knobs: Mapping[str, float]) -> Regroup:
     """The command in ``knobs``.
 
-    Controller and ranks decide by this function and by their last epoch alone, so that a
-    command that one of them drops is dropped by all.
-
     Raises:
         MalformedRegroup: when it does not divide the pool into blocks of its lattice.
     """
-    epoch, pairs = read_regroup(knobs)
+    phase, epoch, pairs = read_regroup(knobs)
     try:
         blocks = tuple(Block(first, degree) for first, degree in pairs)
     except CompositionError as exc:
@@ -41,4 +40,4 @@ def read_command(config: PoolConfig, knobs: Mapping[str, float]) -> Regroup:
         )
     if [rank for block in blocks for rank in block.ranks] != list(range(config.size)):
         raise MalformedRegroup(f"{blocks} does not use each of {config.size} ranks once")
-    return Regroup(epoch, blocks)
+    return Regroup(phase, epoch, blocks)

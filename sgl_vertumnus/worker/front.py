@@ -1,21 +1,31 @@
-"""The pool's front: activates the composition, warms the workers, describes the pool."""
+"""The pool's front: starts the pool, describes it, passes on the commands that move it."""
 
-import concurrent.futures
+import asyncio
 import json
 import logging
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from vertumnus_patches.regroup_message import regroup_knobs
+import msgspec
+from vertumnus_patches import engine
 from vertumnus_router.clock import WallClock
-from vertumnus_router.lattice import Block, format_composition
-from vertumnus_router.protocol import PoolDescription
+from vertumnus_router.lattice import Block, CompositionError, parse_composition
+from vertumnus_router.protocol import (
+    MoveCommand,
+    MoveReport,
+    PoolComposition,
+    PoolDescription,
+)
 
 from sgl_vertumnus.config import PoolConfig
-from sgl_vertumnus.errors import PoolStartError, RegroupRefused
+from sgl_vertumnus.errors import PoolStartError, RegroupRefused, SupervisorSilent
+from sgl_vertumnus.worker.control import Move, Rejected
+from sgl_vertumnus.worker.control_sockets import ask_composition, ask_move
 from sgl_vertumnus.worker.losses import LossWatch
+from sgl_vertumnus.worker.moves import DRAIN_S, SWITCH_S
 from sgl_vertumnus.worker.sharding import MIN_TOKENS_PER_RANK
 
 logger = logging.getLogger(__name__)
@@ -25,6 +35,11 @@ REQUEST_TIMEOUT_S = 600.0
 POLL_S = 0.05
 #: A leader needs a moment after its last answer before it counts as idle.
 FLUSH_TIMEOUT_S = 20.0
+#: The supervisor keeps its deadlines, and then some for what else it does.
+MOVE_TIMEOUT_S = DRAIN_S + SWITCH_S + 4.0
+DESCRIBE_TIMEOUT_S = 5.0
+#: Threads that wait for the supervisor; one move is under way at most, the others are refused.
+WAITING_THREADS = 4
 
 
 class FrontRuntime:
@@ -39,55 +54,74 @@ class FrontRuntime:
 
 
 class PoolFront:
-    """The committed composition and the way to change it.
+    """Starts the pool, and passes on what is asked about its composition.
 
-    Talks to its own HTTP server, so that a command takes the path that any command takes:
-    tokenizer, controller, leaders, members.
+    Warms the workers through its own HTTP server, on the path that any request takes; ``key`` is
+    what that wants of administrators.
     """
 
-    def __init__(self, config: PoolConfig, url: str) -> None:
+    def __init__(self, config: PoolConfig, url: str, key: str | None = None) -> None:
         self._config = config
         self._url = url
         self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
         self.is_serving = False
-        self.epoch = 0
-        self.blocks: tuple[Block, ...] = tuple(Block(rank, 1) for rank in range(config.size))
-        self._losses = LossWatch(config, lambda: self.blocks)
+        self._losses = LossWatch(config)
 
-    def start(self) -> None:
-        """Bring the pool from the launch topology to its composition, then warm it.
+    def start(self, warmed_up: Callable[[], None] = lambda: None) -> None:
+        """Bring the pool from the launch topology to its composition, then warm it; it serves
+        once ``warmed_up`` has returned.
 
         Raises:
-            PoolStartError: when the server does not answer or a rank refuses.
+            PoolStartError: when the server or the supervisor does not answer, or a rank fails.
         """
         self._wait_until_listening()
         self._losses.start()
         try:
-            self.regroup(self._config.blocks)
-        except RegroupRefused as exc:
-            raise PoolStartError(str(exc)) from exc
+            # As long as a start may take: the supervisor may not listen yet.
+            report = self.move(self._config.composition, timeout_s=READY_TIMEOUT_S)
+        except (RegroupRefused, SupervisorSilent) as exc:
+            raise PoolStartError(f"the pool has not taken its composition: {exc}") from exc
+        if report.outcome != "committed":
+            raise PoolStartError(f"the pool has not taken its composition: {report.reason}")
+        logger.info("epoch %d: the pool serves as %s", report.epoch, report.after)
         self._warm_up()
+        warmed_up()
         self.is_serving = True
 
-    def regroup(self, blocks: tuple[Block, ...]) -> None:
-        """Command every rank to serve in ``blocks`` and commit when all have followed.
+    def move(
+        self, composition: str, epoch: int | None = None, *, timeout_s: float = MOVE_TIMEOUT_S
+    ) -> MoveReport:
+        """Move the pool, which is at ``epoch`` unless that is None; blocks until it has ended.
 
         Raises:
-            RegroupRefused: when a rank did not follow.
+            RegroupRefused: when the move was not begun.
+            SupervisorSilent: when nothing is known of it.
         """
-        # Spent even if refused: some ranks may have followed, and none follows a number twice.
-        self.epoch += 1
-        epoch = self.epoch
-        knobs = regroup_knobs(epoch, [(block.first, block.degree) for block in blocks])
-        # One answer a rank, in the order in which they came: it is not known whose each is.
-        answers = self._post("/set_internal_state", {"server_args": knobs})
-        followed, size = answers.count(True), self._config.size
-        if followed != size:
-            raise RegroupRefused(epoch, f"{followed} of {size} ranks followed; see their logs")
-        self.blocks = blocks
-        logger.info("epoch %d: the pool serves as %s", epoch, format_composition(blocks))
+        answer = ask_move(self._config, Move(composition, epoch), timeout_s)
+        if isinstance(answer, Rejected):
+            raise RegroupRefused(answer.reason)
+        return answer.report
+
+    def composition(self) -> PoolComposition:
+        """What the pool serves as. Blocks; raises ``SupervisorSilent``."""
+        return ask_composition(self._config, DESCRIBE_TIMEOUT_S)
+
+    def read_command(self, body: bytes) -> MoveCommand:
+        """The command in a request's body.
+
+        Raises:
+            msgspec.MsgspecError: when it is none.
+            CompositionError: when the pool cannot be laid out so.
+        """
+        command = msgspec.json.decode(body, type=MoveCommand)
+        parse_composition(command.composition, self._config.size, self._config.degrees)
+        return command
 
     def _warm_up(self) -> None:
+        unpaired = engine.unpaired_fields()
+
         def warm(block: Block) -> None:
             tokens = MIN_TOKENS_PER_RANK * block.degree  # just enough to be sharded
             self._post(
@@ -96,11 +130,13 @@ class PoolFront:
                     "input_ids": [(block.first + i) % 97 + 3 for i in range(tokens)],
                     "sampling_params": {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True},
                     "routed_dp_rank": block.leader,
+                    **(unpaired if self._config.bootstrap_port is not None else {}),
                 },
             )
 
-        with concurrent.futures.ThreadPoolExecutor(len(self.blocks)) as pool:
-            list(pool.map(warm, self.blocks))
+        blocks = self._config.blocks
+        with ThreadPoolExecutor(len(blocks)) as pool:
+            list(pool.map(warm, blocks))
         self._flush()
 
     def _flush(self) -> None:
@@ -148,13 +184,42 @@ class PoolFront:
 
 
 def add_routes(app: Any, front: PoolFront, describe: Callable[[], PoolDescription]) -> None:
-    """Serve ``GET /vertumnus/pool`` on the front; 503 until the pool serves."""
-    import msgspec
-    from fastapi import Response
+    """Serve ``/vertumnus/pool``, ``/vertumnus/composition`` and ``/vertumnus/regroup`` on the
+    front; 503 until the pool serves."""
+    from fastapi import Request, Response
+
+    waiting = ThreadPoolExecutor(WAITING_THREADS, "vertumnus-moves")
+
+    def answer(status: int, content: Any) -> Response:
+        return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+    async def asked(question: Callable[[], Any]) -> Response:
+        if not front.is_serving:
+            return answer(503, {"error": "the pool is starting"})
+        try:
+            # On a thread of its own: SGLang's event loop carries every stream of the pool.
+            return answer(200, await asyncio.get_running_loop().run_in_executor(waiting, question))
+        except RegroupRefused as exc:
+            return answer(409, {"error": str(exc)})
+        except SupervisorSilent as exc:
+            return answer(503, {"error": str(exc)})
 
     @app.get("/vertumnus/pool")  # type: ignore[untyped-decorator]
     async def pool() -> Response:
         if not front.is_serving:
             # A router that joined now would have its first requests flushed by the warm-up.
             return Response(b"the pool is starting", status_code=503, media_type="text/plain")
-        return Response(msgspec.json.encode(describe()), media_type="application/json")
+        return answer(200, describe())
+
+    @app.get("/vertumnus/composition")  # type: ignore[untyped-decorator]
+    async def composition() -> Response:
+        return await asked(front.composition)
+
+    @app.post("/vertumnus/regroup")  # type: ignore[untyped-decorator]
+    @engine.admin_endpoint
+    async def regroup(request: Request) -> Response:
+        try:
+            command = front.read_command(await request.body())
+        except (msgspec.MsgspecError, CompositionError) as exc:
+            return answer(400, {"error": str(exc)})
+        return await asked(lambda: front.move(command.composition, command.epoch))

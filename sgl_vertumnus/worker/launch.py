@@ -1,9 +1,13 @@
 """Start SGLang as a pool: check, rendezvous, router, server. Runs in the front's process."""
 
+import hashlib
+import hmac
 import logging
+import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import psutil
 from vertumnus_patches import SGLANG_VERSION, engine
@@ -14,16 +18,22 @@ from vertumnus_router.protocol import (
     PROTOCOL_VERSION,
     Endpoint,
     KvEvents,
+    KvService,
     ModelInfo,
     PoolDescription,
+    PrefillSide,
 )
 
 from sgl_vertumnus import processes
 from sgl_vertumnus.config import PoolConfig
+from sgl_vertumnus.device import device_name
+from sgl_vertumnus.environment import forces_mooncake, publish_pool_secret
 from sgl_vertumnus.errors import ConfigurationError, PoolStartError
 from sgl_vertumnus.preflight import check_flags, check_model
 from sgl_vertumnus.sglang_flags import KV_TOPIC, complete_flags, cpu_kv_tokens
+from sgl_vertumnus.transfer import transfer_backend
 from sgl_vertumnus.worker.front import PoolFront, add_routes
+from sgl_vertumnus.worker.kv_front import KvFront, add_kv_routes
 from sgl_vertumnus.worker.rendezvous import open_store
 
 logger = logging.getLogger(__name__)
@@ -46,8 +56,10 @@ def serve(config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[st
             "SGLang did not load the plugin 'vertumnus': name it in SGLANG_PLUGINS or unset the "
             "variable, and unset SGLANG_PLATFORM or set it to 'vertumnus_cpu'"
         )
+    forces_mooncake()  # refuses what cannot be meant
     asked = engine.parse_flags(flags)
     check_flags(asked)
+    flags = [*flags, *_transfer_flags(config, asked)]
     facts = engine.model_facts(asked)
     free_bytes = psutil.virtual_memory().available
     server = engine.parse_flags(
@@ -65,17 +77,43 @@ def serve(config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[st
         engine.preload(server, facts.name)
     store = open_store(config)
     logger.info("rendezvous on port %d for %s", store.port, config)
-    front = PoolFront(config, server.url())
-    add_routes(engine.http_app(), front, lambda: _describe(config, facts, engine.front_state()))
+    front = PoolFront(config, server.url(), asked.admin_api_key)
+    secret = _secret_of(asked)
+    kv = KvFront(config, secret)
+    add_kv_routes(engine.http_app(), kv)
+    add_routes(
+        engine.http_app(), front, lambda: _describe(config, facts, engine.front_state(), kv.service)
+    )
+    if router_flags is not None and asked.admin_api_key is not None:
+        router_flags = [*router_flags, "--control-key", asked.admin_api_key]
     router = _start_router(server.url(), router_flags)
+    publish_pool_secret(secret)  # to SGLang's children, not to the router
     try:
-        engine.serve_http(server, start=lambda: _start(front, router))
+        engine.serve_http(server, start=lambda: _start(front, router, kv.start))
     finally:
         _stop_children(router)
 
 
-def _start(front: PoolFront, router: subprocess.Popen[bytes] | None) -> None:
-    front.start()
+def _transfer_flags(config: PoolConfig, asked: Any) -> list[str]:
+    is_prefill = asked.disaggregation_mode == "prefill"
+    if is_prefill != (config.bootstrap_port is not None):
+        raise ConfigurationError("give --disaggregation-mode on the command line, not in a file")
+    if not is_prefill:
+        return []
+    backend = transfer_backend(asked.disaggregation_transfer_backend, device=config.device)
+    return ["--disaggregation-transfer-backend", backend]
+
+
+def _secret_of(asked: Any) -> str:
+    """What lets ranks copy from each other; equal for pools that have the same key."""
+    key = asked.admin_api_key or secrets.token_hex(32)
+    return hmac.new(key.encode(), b"sgl-vertumnus pool", hashlib.sha256).hexdigest()
+
+
+def _start(
+    front: PoolFront, router: subprocess.Popen[bytes] | None, warmed_up: Callable[[], None]
+) -> None:
+    front.start(warmed_up)
     if router is not None and (status := router.poll()) is not None:
         raise PoolStartError(
             f"the router exited with status {status}; its log above says why. Use another "
@@ -84,7 +122,10 @@ def _start(front: PoolFront, router: subprocess.Popen[bytes] | None) -> None:
 
 
 def _describe(
-    config: PoolConfig, facts: engine.ModelFacts, state: engine.FrontState
+    config: PoolConfig,
+    facts: engine.ModelFacts,
+    state: engine.FrontState,
+    kv_service: KvService | None,
 ) -> PoolDescription:
     return PoolDescription(
         version=PROTOCOL_VERSION,
@@ -100,6 +141,7 @@ def _describe(
             kv_capacity_tokens=state.kv_capacity_tokens,
             chunk_tokens=state.chunk_tokens,
             chat_template=state.chat_template,
+            shape=f"{facts.shape}, {state.dtype}" if facts.shape else "",
         ),
         kv_events=KvEvents(
             publish=Endpoint(port_base=config.ports.kv_events),
@@ -109,6 +151,19 @@ def _describe(
         ),
         reports=Endpoint(port_base=config.ports.reports),
         manifest=manifest(ALL_PATCHES),
+        prefill=_prefill_side(config, state),
+        kv_service=kv_service,
+        device=device_name(config),
+    )
+
+
+def _prefill_side(config: PoolConfig, state: engine.FrontState) -> PrefillSide | None:
+    if config.bootstrap_port is None:
+        return None
+    return PrefillSide(
+        bootstrap_port=config.bootstrap_port,
+        dtype=state.dtype,
+        kv_cache_dtype=state.kv_cache_dtype,
     )
 
 

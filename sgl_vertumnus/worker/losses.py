@@ -2,29 +2,26 @@
 
 import logging
 import threading
-from collections.abc import Callable
 
 import zmq
 from vertumnus_patches import engine
-from vertumnus_router.lattice import Block
 from vertumnus_router.protocol import ProtocolError, RankLost, decode_report
 
 from sgl_vertumnus.config import PoolConfig
-from sgl_vertumnus.worker.leaders import Leaders
 
 logger = logging.getLogger(__name__)
 
 
 class LossWatch:
-    """Follows the controller's ``RankLost`` reports on a thread of its own.
+    """Follows the supervisor's ``RankLost`` reports, one for every rank of a block that failed,
+    on a thread of its own.
 
     SGLang's front collects one answer per rank for every control request, one request at a
     time: a rank that cannot answer would block all of them for ever.
     """
 
-    def __init__(self, config: PoolConfig, blocks: Callable[[], tuple[Block, ...]]) -> None:
+    def __init__(self, config: PoolConfig) -> None:
         self._config = config
-        self._blocks = blocks
         self._lost: set[int] = set()
 
     def start(self) -> None:
@@ -47,12 +44,4 @@ class LossWatch:
                 continue
             if isinstance(report, RankLost):
                 self._lost.add(report.rank)
-                engine.expect_control_answers(self.answering())
-
-    def answering(self) -> int:
-        """How many ranks answer a control request now."""
-        leaders = Leaders(self._config.size)
-        leaders.regroup(self._blocks())
-        for rank in self._lost:
-            leaders.lose(rank)
-        return leaders.answering
+                engine.expect_control_answers(self._config.size - len(self._lost))

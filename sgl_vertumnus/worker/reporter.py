@@ -19,11 +19,15 @@ logger = logging.getLogger(__name__)
 class Reporter:
     """Publishes on ``tcp://host:port`` until ``close``.
 
-    ``heartbeat`` is called on the reporter's thread every second and after every ``beat``.
+    ``heartbeat`` is called on the reporter's thread every second and after every ``beat``, and
+    ``alive`` with it.
     """
 
-    def __init__(self, host: str, port: int, heartbeat: Callable[[], Report]) -> None:
+    def __init__(
+        self, host: str, port: int, heartbeat: Callable[[], Report], alive: Callable[[], None]
+    ) -> None:
         self._heartbeat = heartbeat
+        self._alive = alive
         self._outbox: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
         self._stopped = False
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
@@ -67,6 +71,7 @@ class Reporter:
         socket.close()
 
     def _send_heartbeat(self, socket: zmq.Socket[bytes]) -> None:
+        self._alive()
         try:
             frames = encode_report(self._heartbeat())
         except Exception:

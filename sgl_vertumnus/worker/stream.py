@@ -6,6 +6,7 @@ microseconds where a collective takes hundreds.
 """
 
 import os
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -86,6 +87,14 @@ class BlockStream:
         payload = bytearray(self._next_length(content))
         self._fill(memoryview(payload))
         return payload
+
+    def has_next(self, timeout_ms: int) -> bool:
+        """Member: whether ``receive`` would not wait; waits itself for so long."""
+        if self._leader is None:
+            raise ValueError(f"the leader of {self._block} has nothing to receive")
+        poller = select.poll()
+        poller.register(self._leader, select.POLLIN)
+        return bool(poller.poll(timeout_ms))
 
     def send_tensor(self, content: Content, tensor: torch.Tensor) -> None:
         """Leader: send a CPU tensor's elements to every member."""

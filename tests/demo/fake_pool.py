@@ -55,7 +55,12 @@ async def serve(arguments: argparse.Namespace) -> None:
         if polls > 4:  # the last worker joins after the router is ready
             shapes.append(("serving", [2, 3], 2))
         return web.json_response(
-            {"workers": [{"state": s, "ranks": r, "degree": d} for s, r, d in shapes]}
+            {
+                "workers": [
+                    {"worker_type": "regular", "state": s, "ranks": r, "degree": d}
+                    for s, r, d in shapes
+                ]
+            }
         )
 
     async def models(_: web.Request) -> web.Response:

@@ -8,6 +8,8 @@ import pytest
 
 from sgl_vertumnus.demo.random_model import RandomModelSpec, write_random_model
 from sgl_vertumnus.demo.servers import Server, pool
+from sgl_vertumnus.errors import UnsupportedFeature
+from sgl_vertumnus.transfer import transfer_backend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,6 +30,15 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     write_random_model(directory, spec)
     return directory
+
+
+@pytest.fixture(scope="session")
+def transfer_engine() -> None:
+    """Skips where KV cannot be sent to decode servers, and says what is missing."""
+    try:
+        transfer_backend("mooncake_tcp", device="cpu")
+    except UnsupportedFeature as exc:
+        pytest.skip(str(exc))
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sgl_vertumnus.demo.servers import Server, plain, pool
+from tests.e2e.greedy import NEW_TOKENS, Output, Prompt, assert_equal, transformers_output
 
-MAX_LOGPROB_DIFFERENCE = 1e-4
-NEW_TOKENS = 8
 PAGE_TOKENS = 16
 #: Smaller than most prompts below, so that they are prefilled in chunks.
 CHUNK_TOKENS = 256
@@ -25,15 +24,6 @@ FLAGS = (
     *("--chunked-prefill-size", str(CHUNK_TOKENS), "--max-total-tokens", "32768"),
     *("--dtype", "float32"),
 )
-
-Prompt = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    cached_tokens: int = 0
 
 
 def request(prompt: Prompt) -> dict[str, object]:
@@ -59,26 +49,6 @@ def generate(server: Server, prompt: Prompt, rank: int | None = None) -> Output:
         tuple(entry[0] for entry in meta["output_token_logprobs"]),
         meta["cached_tokens"],
     )
-
-
-def transformers_output(model: torch.nn.Module, prompt: Prompt) -> Output:
-    tokens, logprobs, ids, cache = [], [], torch.tensor([prompt]), None
-    with torch.inference_mode():
-        for _ in range(NEW_TOKENS):
-            step = model(ids, past_key_values=cache, use_cache=True)
-            cache = step.past_key_values
-            scores = torch.log_softmax(step.logits[0, -1].float(), -1)
-            best = int(scores.argmax())
-            tokens.append(best)
-            logprobs.append(float(scores[best]))
-            ids = torch.tensor([[best]])
-    return Output(tuple(tokens), tuple(logprobs))
-
-
-def assert_equal(actual: Output, expected: Output, what: str) -> None:
-    assert actual.tokens == expected.tokens, what
-    difference = max(abs(a - b) for a, b in zip(actual.logprobs, expected.logprobs, strict=True))
-    assert difference <= MAX_LOGPROB_DIFFERENCE, f"{what}: {difference}"
 
 
 def random_prompts(lengths: Sequence[int], seed: int) -> list[Prompt]:
@@ -241,9 +211,6 @@ def test_the_real_model_answers_alike_at_every_degree(embedded_model_path: str) 
     model = AutoModelForCausalLM.from_pretrained(embedded_model_path, dtype=torch.float32).eval()
     expected = {prompt: transformers_output(model, prompt) for prompt in prompts}
     del model
-    with plain(embedded_model_path, flags=FLAGS) as server:
-        for prompt in prompts:
-            assert_equal(generate(server, prompt), expected[prompt], "plain SGLang")
     with pool(
         embedded_model_path,
         size=7,

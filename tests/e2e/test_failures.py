@@ -1,58 +1,25 @@
 """Clients, routers and ranks that go away while real ranks serve."""
 
-import contextlib
 import http.client
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import pytest
 
 from sgl_vertumnus.demo.servers import Server, fetch, pool
-from sgl_vertumnus.ports import free_range
+from tests.e2e.routers import router_before, until
 
 NOTICE_S = 8.0
-
-
-def until(what: str, true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
-        time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def router_before(pool_url: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """A router process of its own: (URL, pid)."""
-    port = free_range("127.0.0.1", 1, start=31500)
-    command = [sys.executable, "-m", "sgl_vertumnus.launch_router", "--pool-urls", pool_url]
-    process = subprocess.Popen([*command, "--port", str(port), *flags])
-    url = f"http://127.0.0.1:{port}"
-
-    def ready() -> bool:
-        assert process.poll() is None, "the router exited"
-        with contextlib.suppress(URLError, HTTPError, OSError):
-            fetch(f"{url}/readiness", timeout_s=5)
-            return True
-        return False
-
-    try:
-        until("router ready", ready)
-        yield url, process.pid
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from urllib.request import Request, urlopen
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from vertumnus_router.core.model import PrefillModel
+from vertumnus_router.profiles import load_profile
 
 from sgl_vertumnus.demo.servers import Server, pool
 
@@ -198,3 +200,24 @@ def test_metrics_count_what_was_served(server: Server) -> None:
     ]
     assert sum(served) > 10
     assert any("ttft" in name for name in families)
+
+
+def test_the_pool_is_profiled_through_its_router_and_put_back(
+    server: Server, tmp_path: Path
+) -> None:
+    out = tmp_path / "profile.json"
+    before = server.get("/vertumnus/composition")["composition"]
+    command = [sys.executable, "-m", "sgl_vertumnus.profile", "--url", str(server.router_url)]
+    quick = ("--lengths", "32,128,256", "--cached-tokens", "0,64", "--repetitions", "2")
+    subprocess.run([*command, *quick, "--no-kappa", "--out", str(out)], check=True, timeout=240)
+    profile = load_profile(str(out))
+    assert profile.measured and set(profile.degrees) == {1, 2}
+    assert profile.measured_on is not None and "LlamaForCausalLM" in profile.measured_on.model
+    for one in profile.measurements.values():
+        assert (one.uncached_tokens, one.cached_tokens) == ((32, 256), (0, 64))
+        assert one.samples == 12 and one.error.mean < 1.0
+    model = PrefillModel(profile)
+    for degree in (1, 2):
+        assert model.profiled_s(degree, 256, 0) > 1.5 * model.profiled_s(degree, 32, 0) > 0
+    assert "the leader's own report" in profile.note
+    assert server.get("/vertumnus/composition")["composition"] == before

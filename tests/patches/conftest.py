@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -34,6 +35,11 @@ def module(tmp_path: Path) -> Iterator[ModuleMaker]:
     yield make
     for name in names:
         del sys.modules[name]
+
+
+def around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    """As SGLang wraps a function that a hook goes around."""
+    return lambda *args, **kwargs: hook(original, *args, **kwargs)
 
 
 class Bound:

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 from vertumnus_patches.patches import shared_tokenizer
 from vertumnus_patches.patches.completion_headers import take_header_overrides
-from vertumnus_patches.patches.controller_leaders import after_control_message
 from vertumnus_patches.patches.controller_loop import run_controller
 from vertumnus_patches.patches.process_start import set_start_method
 from vertumnus_patches.patches.shared_tokenizer import load_once
@@ -41,11 +40,9 @@ def test_children_are_made_as_the_runtime_says(
 
 
 def test_the_controller_is_the_runtimes(bound: Bound) -> None:
-    controller, message = object(), object()
+    controller = object()
     run_controller(controller)
     bound.controller.run.assert_called_once_with(controller)
-    after_control_message(None, controller, message)
-    bound.controller.on_control.assert_called_once_with(controller, message)
 
 
 # -- shared_tokenizer -----------------------------------------------------------------------------

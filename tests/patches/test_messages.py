@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vertumnus_patches import messages
 from vertumnus_patches.messages import NotMirrorable, decode_requests, encode_requests, normalised
+from vertumnus_patches.regroup_message import Phase, regroup_message
 
 from tests.patches.sglang_requests import generate_request
 
@@ -179,6 +180,14 @@ def test_beam_search_is_refused_by_name(beams: int) -> None:
         normalised(generate_request(sampling={"beam_width": beams}))
 
 
+def test_embeddings_instead_of_tokens_are_refused_by_name() -> None:
+    """Refused here, because SGLang would tell the client the same tokens again after a merge."""
+    request = generate_request()
+    request.input_embeds = [[0.5, 1.5]]
+    with pytest.raises(NotMirrorable, match=r"input_embeds: .* send input_ids"):
+        normalised(request)
+
+
 def test_one_beam_is_no_search() -> None:
     assert normalised(generate_request(sampling={"beam_width": 1})).sampling_params.beam_width == 1
 
@@ -218,6 +227,54 @@ def test_receive_is_empty_handed_when_the_socket_is(sockets: Sockets) -> None:
     io_struct.sock_send(out, io_struct.FlushCacheReqInput())
     assert messages.receive(to) == io_struct.FlushCacheReqInput()
     assert messages.receive(to) is None
+
+
+@pytest.mark.parametrize("with_times", [False, True])
+def test_a_request_is_handed_over_as_sglang_would(sockets: Sockets, with_times: bool) -> None:
+    from sglang.srt.managers.data_parallel_controller import (
+        DataParallelController,
+        LoadBalanceMethod,
+    )
+
+    out, to = sockets
+    controller = object.__new__(DataParallelController)
+    controller.load_balance_method = LoadBalanceMethod.ROUND_ROBIN
+    controller.dispatching = controller.round_robin_scheduler
+    controller.refresh_load_budget_on_dispatch = False
+    controller._active_workers, controller.workers = [0], [out]
+
+    def request() -> Any:
+        stats = io_struct.wrap_as_pickle(times()) if with_times else None
+        return generate_request("r", routed_dp_rank=0, time_stats=stats)
+
+    controller.dispatching_with_trace(request())
+    messages.hand_over(out, request())
+    theirs, ours = messages.receive(to), messages.receive(to)
+    stamps = [io_struct.unwrap_from_pickle(one.time_stats) for one in (theirs, ours)]
+    assert type(stamps[0]) is type(stamps[1])
+    assert stamps[0].__getstate__().keys() == stamps[1].__getstate__().keys()
+    ours.time_stats = theirs.time_stats
+    assert ours == theirs
+
+
+def test_a_request_goes_where_it_is_handed_with_the_rank_it_names(sockets: Sockets) -> None:
+    out, to = sockets
+    messages.hand_over(out, generate_request("r", routed_dp_rank=7))
+    assert messages.receive(to).routed_dp_rank == 7
+
+
+def test_a_regroup_command_is_refused_for_every_rank(sockets: Sockets) -> None:
+    out, to = sockets
+    command = regroup_message(Phase.COMMIT, 1, [(0, 4)])
+    command.http_worker_ipc = "ipc://worker"
+    messages.refuse_regroup(out, command, ranks=3)
+    for _ in range(3):
+        answer = messages.receive(to)
+        assert isinstance(answer, io_struct.SetInternalStateReqOutput)
+        assert (answer.updated, answer.http_worker_ipc) == (False, "ipc://worker")
+    assert messages.receive(to) is None
+    messages.send(out, command)
+    assert messages.receive(to) == command
 
 
 def test_only_sessions_are_refused_at_once(sockets: Sockets) -> None:

@@ -75,6 +75,9 @@ def test_any_text_is_a_tiling_or_refused(text: str, size: int, degrees: set[int]
     ("text", "size", "degrees", "reason"),
     [
         ("", 4, (1, 2), "COUNTxDEGREE"),
+        ("\N{SUPERSCRIPT TWO}x1", 4, (1, 2), "COUNTxDEGREE"),
+        ("9" * 5000 + "x1", 4, (1, 2), "COUNTxDEGREE"),
+        ("999999999999x1", 4, (1, 2), "uses 999999999999 rank"),
         ("4", 4, (1, 2), "COUNTxDEGREE"),
         ("2x", 4, (1, 2), "COUNTxDEGREE"),
         ("2x1,", 2, (1, 2), "COUNTxDEGREE"),

@@ -8,7 +8,7 @@ from sgl_vertumnus.ports import free_range
 
 def config_of(size: int = 4, degrees: tuple[int, ...] = (1, 2, 4), **changes: Any) -> PoolConfig:
     """A CPU pool of ``size`` ranks on free ports, each rank alone unless told otherwise."""
-    first = free_range("127.0.0.1", 3 * size + 2)
+    first = free_range("127.0.0.1", 4 * size + 4)
     fields: dict[str, Any] = {
         "pool_id": "pool-test",
         "size": size,
@@ -22,6 +22,8 @@ def config_of(size: int = 4, degrees: tuple[int, ...] = (1, 2, 4), **changes: An
             kv_replay=first + size,
             reports=first + 2 * size,
             store=first + 3 * size + 1,
+            control=first + 3 * size + 2,
+            kv_service=first + 3 * size + 4,
         ),
     }
     return PoolConfig(**fields | changes)

@@ -1,5 +1,6 @@
 """SGLang's data-parallel controller without its ranks, run by our supervisor."""
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,32 +15,27 @@ def supervise(
     inbox: str,
     front: str,
     workers: list[str | None],
-    remembered: int,
+    constants: dict[str, float],
 ) -> None:
     """Runs until killed. Sends True on ``connection`` whenever the watchdog is fed.
 
-    A worker without an address is a rank that takes nothing.
+    A worker without an address is a rank that takes nothing. ``constants``: other values for
+    constants of the runtime, by ``module.NAME``.
     """
-    from sglang.srt.managers.data_parallel_controller import (
-        DataParallelController,
-        LoadBalanceMethod,
-    )
-    from vertumnus_patches.patches.controller_leaders import after_control_message
+    from sglang.srt.managers.data_parallel_controller import DataParallelController
     from vertumnus_patches.patches.controller_loop import run_controller
     from vertumnus_patches.seams import seams
 
     from sgl_vertumnus.worker import supervisor
 
-    supervisor.MAX_SENT = remembered
+    for name, value in constants.items():
+        module, _, constant = name.partition(".")
+        setattr(importlib.import_module(f"sgl_vertumnus.worker.{module}"), constant, value)
 
     class Controller(DataParallelController):  # type: ignore[misc]
-        """Upstream's routing on sockets that exist, with our patches around it."""
+        """Upstream's control messages on sockets that exist."""
 
         def __init__(self) -> None:
-            self.load_balance_method = LoadBalanceMethod.ROUND_ROBIN
-            self.dispatching = self.round_robin_scheduler
-            self.refresh_load_budget_on_dispatch = False
-            self.round_robin_counter = self.health_round_robin_counter = 0
             self.control_message_step = 1
             self.max_dp_size = config.size
             self.status = [True] * config.size
@@ -56,9 +52,6 @@ def supervise(
                     self.workers[-1].connect(address)
             self.soft_watchdog = SimpleNamespace(feed=lambda: connection.send(True))
             self.init_dispatcher()
-
-        def send_control_message(self, obj: Any) -> None:
-            after_control_message(super().send_control_message(obj), self, obj)
 
     unused: Any = None
     seams.bind(rank=unused, controller=supervisor.Supervisor(config), front=unused)

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vertumnus_patches.regroup_message import MalformedRegroup, regroup_knobs
+from vertumnus_patches.regroup_message import MalformedRegroup, Phase, regroup_knobs
 from vertumnus_router.lattice import Block, CompositionError, lattice
 
 from sgl_vertumnus.worker.command import read_command
@@ -12,9 +12,10 @@ from tests.worker.configs import config_of
 CONFIG = config_of(4, (1, 2, 4))
 
 
-def test_a_command_names_the_block_of_every_rank() -> None:
-    command = read_command(CONFIG, regroup_knobs(3, [(2, 2), (0, 1), (1, 1)]))
-    assert command.epoch == 3
+@pytest.mark.parametrize("phase", Phase)
+def test_a_command_names_the_block_of_every_rank(phase: Phase) -> None:
+    command = read_command(CONFIG, regroup_knobs(phase, 3, [(2, 2), (0, 1), (1, 1)]))
+    assert (command.phase, command.epoch) == (phase, 3)
     assert command.blocks == (Block(0, 1), Block(1, 1), Block(2, 2))
     assert [command.block_of(rank).leader for rank in range(4)] == [0, 1, 2, 2]
 
@@ -37,7 +38,7 @@ def test_what_does_not_divide_the_pool_is_refused(
     blocks: list[tuple[int, int]], reason: str
 ) -> None:
     with pytest.raises(MalformedRegroup, match=reason):
-        read_command(CONFIG, regroup_knobs(1, blocks))
+        read_command(CONFIG, regroup_knobs(Phase.COMMIT, 1, blocks))
 
 
 @pytest.mark.parametrize(("degrees", "blocks"), [((1, 4), [(0, 2), (2, 2)]), ((2, 4), [(0, 1)])])
@@ -45,7 +46,7 @@ def test_a_degree_that_was_not_launched_is_refused(
     degrees: tuple[int, ...], blocks: list[tuple[int, int]]
 ) -> None:
     with pytest.raises(MalformedRegroup, match=r"not in the lattice of .* degrees"):
-        read_command(config_of(4, degrees), regroup_knobs(1, blocks))
+        read_command(config_of(4, degrees), regroup_knobs(Phase.COMMIT, 1, blocks))
 
 
 @given(
@@ -57,7 +58,7 @@ def test_every_command_divides_the_pool_or_is_refused(
 ) -> None:
     config = config_of(4, degrees, ports=CONFIG.ports)
     try:
-        command = read_command(config, regroup_knobs(1, pairs))
+        command = read_command(config, regroup_knobs(Phase.COMMIT, 1, pairs))
     except MalformedRegroup:
         # Written otherwise: some pair is no block of the lattice, or they do not tile.
         try:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vertumnus_patches.regroup_message import is_regroup, regroup_knobs
+from vertumnus_patches.regroup_message import Phase, is_regroup, regroup_knobs
 
 from sgl_vertumnus.worker.exchange import Ingress
 
@@ -64,7 +64,7 @@ def test_the_callers_list_is_not_kept() -> None:
 
 def test_sglangs_command_cuts_the_step() -> None:
     io_struct = pytest.importorskip("sglang.srt.managers.io_struct", reason="needs sglang")
-    command = io_struct.SetInternalStateReq(server_args=regroup_knobs(1, [(0, 2)]))
+    command = io_struct.SetInternalStateReq(server_args=regroup_knobs(Phase.COMMIT, 1, [(0, 2)]))
     other = io_struct.SetInternalStateReq(server_args={"pp_max_micro_batch_size": 8})
     flush = io_struct.FlushCacheReqInput()
     ingress = Ingress(is_regroup)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")
@@ -14,12 +15,13 @@ from vertumnus_patches import engine
 from vertumnus_patches.engine import FrontState, ModelFacts
 from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
-from vertumnus_router.protocol import PROTOCOL_VERSION, decode_description
+from vertumnus_router.protocol import PROTOCOL_VERSION, Endpoint, KvService, decode_description
 
-from sgl_vertumnus.errors import PoolStartError
+from sgl_vertumnus.errors import ConfigurationError, PoolStartError
 from sgl_vertumnus.worker import launch
 from tests.worker.configs import config_of
 
+SERVICE = KvService(endpoint=Endpoint(port_base=1234), token_bytes=512)
 STOP = """
 import subprocess, sys
 from sgl_vertumnus.worker import launch
@@ -50,7 +52,8 @@ class Front:
     def __init__(self) -> None:
         self.started = False
 
-    def start(self) -> None:
+    def start(self, warmed_up: Any) -> None:
+        warmed_up()
         self.started = True
 
 
@@ -59,14 +62,15 @@ def test_a_router_that_did_not_start_stops_the_pool() -> None:
     router.wait()
     front: Any = Front()
     with pytest.raises(PoolStartError, match=r"exited with status 3.*--router-port.*--no-router"):
-        launch._start(front, router)  # type: ignore[arg-type]
+        launch._start(front, router, lambda: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("router", [None, SimpleNamespace(poll=lambda: None)])
 def test_a_router_that_runs_or_is_not_wanted_is_fine(router: Any) -> None:
     front: Any = Front()
-    launch._start(front, router)
-    assert front.started
+    asked: list[str] = []
+    launch._start(front, router, lambda: asked.append("kv"))
+    assert front.started and asked == ["kv"]
 
 
 def test_the_router_runs_in_a_process_of_its_own_until_the_pool_ends(tmp_path: Path) -> None:
@@ -89,8 +93,6 @@ def test_without_flags_there_is_no_router() -> None:
 
 
 def test_the_pool_describes_itself_as_routers_read_it() -> None:
-    import msgspec
-
     config = config_of(4, (1, 2), composition="2x1,1x2")
     facts = ModelFacts(
         name="LlamaForCausalLM",
@@ -103,6 +105,7 @@ def test_the_pool_describes_itself_as_routers_read_it() -> None:
         has_attention_sinks=False,
         context_tokens=8192,
         kv_elements_per_token=1024,
+        shape="LlamaForCausalLM of 2 layers",
     )
     state = FrontState(
         served_model_name="served",
@@ -112,8 +115,11 @@ def test_the_pool_describes_itself_as_routers_read_it() -> None:
         chunk_tokens=512,
         page_tokens=16,
         chat_template=None,
+        dtype="float32",
+        kv_cache_dtype="auto",
     )
-    told = decode_description(msgspec.json.encode(launch._describe(config, facts, state)))
+    told = decode_description(msgspec.json.encode(launch._describe(config, facts, state, SERVICE)))
+    assert told.kv_service == SERVICE
     assert (told.version, told.pool_id, told.pool_size) == (PROTOCOL_VERSION, "pool-test", 4)
     assert told.degrees == (1, 2) and told.manifest == manifest(ALL_PATCHES)
     assert (told.model.served_name, told.model.context_tokens) == ("served", 8192)
@@ -122,6 +128,21 @@ def test_the_pool_describes_itself_as_routers_read_it() -> None:
     assert told.kv_events.publish.port_base == config.ports.kv_events
     assert told.kv_events.replay.port_base == config.ports.kv_replay
     assert told.reports.port_base == config.ports.reports
+    assert told.prefill is None
+    assert told.model.shape == "LlamaForCausalLM of 2 layers, float32"
+    assert told.device.endswith(" thread a rank") or " threads a rank" in told.device
+    prefills = msgspec.structs.replace(config, bootstrap_port=8998)
+    told = decode_description(msgspec.json.encode(launch._describe(prefills, facts, state, None)))
+    assert told.prefill is not None and told.prefill.bootstrap_port == 8998
+    assert (told.prefill.dtype, told.prefill.kv_cache_dtype) == ("float32", "auto")
+
+
+@pytest.mark.parametrize(("mode", "port"), [("prefill", None), ("null", 8998)])
+def test_a_mode_that_only_a_file_names_is_refused(mode: str, port: int | None) -> None:
+    config = msgspec.structs.replace(config_of(2, (1, 2)), bootstrap_port=port)
+    asked = SimpleNamespace(disaggregation_mode=mode, disaggregation_transfer_backend="mooncake")
+    with pytest.raises(ConfigurationError, match="on the command line"):
+        launch._transfer_flags(config, asked)
 
 
 # -- what it reads of a live scheduler ------------------------------------------------------------

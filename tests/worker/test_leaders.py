@@ -47,18 +47,21 @@ class LeadersMachine(RuleBasedStateMachine):
         rank = data.draw(st.integers(0, self.size - 1))
         ranks = self.block_of[rank]
         failed_before = bool(self.dead & set(ranks))
-        self.dead.add(rank)
+        if not failed_before:
+            self.dead |= set(ranks)
         expected = None if failed_before else Block(ranks[0], len(ranks))
         assert self.leaders.lose(rank) == expected
 
     @invariant()
     def leaders_are_those_of_whole_blocks(self) -> None:
         whole = [r for r in range(self.size) if not self.dead & set(self.block_of[r])]
-        assert self.leaders.answering == len(whole)
+        assert self.leaders.serving == whole
         assert self.leaders.alive == sorted({self.block_of[rank][0] for rank in whole})
         for rank in range(self.size):
             expected = self.block_of[rank][0] if rank in whole else None
             assert self.leaders.leader_for(rank) == expected
+            ranks = self.block_of[rank]
+            assert self.leaders.is_failed(Block(ranks[0], len(ranks))) == (rank not in whole)
 
 
 TestLeaders = LeadersMachine.TestCase

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import zmq
 from vertumnus_patches import engine
-from vertumnus_router.lattice import Block
 from vertumnus_router.protocol import (
     PROTOCOL_VERSION,
     REPORT_TOPIC,
@@ -56,34 +55,24 @@ def controller() -> Iterator[Callable[[PoolConfig], Any]]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "127.0.0.2"])
-def test_each_loss_lowers_what_is_expected_by_its_block(
+def test_each_loss_lowers_what_is_expected(
     expected: list[int], controller: Callable[[PoolConfig], Any], host: str
 ) -> None:
     config = config_of(4, host=host)
     socket = controller(config)
-    blocks = (Block(0, 1), Block(1, 1), Block(2, 2))
-    LossWatch(config, lambda: blocks).start()
+    LossWatch(config).start()
     assert socket.poll(10_000) and socket.recv()[:1] == b"\1", "it has subscribed"
-    for rank, count in ((3, 2), (2, 2), (0, 1), (1, 0)):
+    for rank, count in ((3, 3), (2, 2), (2, 2), (0, 1), (1, 0)):
         before = len(expected)
         socket.send_multipart(encode_report(RankLost(rank=rank, cause="its process exited")))
         until("the loss was heard", lambda before=before: len(expected) > before)  # type: ignore[misc]
         assert expected[-1] == count
 
 
-def test_the_composition_of_the_moment_counts(expected: list[int]) -> None:
-    blocks = [(Block(0, 1), Block(1, 1), Block(2, 1), Block(3, 1))]
-    watch = LossWatch(config_of(4), lambda: blocks[0])
-    watch._lost.add(3)
-    assert watch.answering() == 3
-    blocks[0] = (Block(0, 2), Block(2, 2))
-    assert watch.answering() == 2
-
-
 def test_noise_is_survived(expected: list[int], controller: Callable[[PoolConfig], Any]) -> None:
     config = config_of(4)
     socket = controller(config)
-    LossWatch(config, lambda: (Block(0, 4),)).start()
+    LossWatch(config).start()
     assert socket.poll(10_000)
     state = RankState(
         version=PROTOCOL_VERSION,
@@ -98,7 +87,7 @@ def test_noise_is_survived(expected: list[int], controller: Callable[[PoolConfig
     for frames in ([b"x"], [REPORT_TOPIC, b"\xc1"], encode_report(state)):
         socket.send_multipart(frames)
     socket.send_multipart(encode_report(RankLost(rank=1, cause="c")))
-    until("the loss was heard", lambda: expected == [0])
+    until("the loss was heard", lambda: expected == [3])
 
 
 # -- what SGLang does then ------------------------------------------------------------------------

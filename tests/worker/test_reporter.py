@@ -1,6 +1,7 @@
 """A rank's voice, over real sockets."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -77,7 +78,7 @@ def start() -> Iterator[Start]:
 
     def begin(heartbeat: Callable[[], Report]) -> tuple[Reporter, Listener]:
         port = free_range(HOST, 1)
-        reporter = Reporter(HOST, port, heartbeat)
+        reporter = Reporter(HOST, port, heartbeat, lambda: None)
         reporters.append(reporter)
         socket = context.socket(zmq.SUB)
         socket.subscribe(REPORT_TOPIC)
@@ -163,15 +164,34 @@ def test_a_torn_read_costs_one_heartbeat(start: Start, caplog: pytest.LogCapture
     assert "no heartbeat this time" in caplog.text and "running_batch" in caplog.text
 
 
+def test_the_supervisor_hears_of_the_rank_whenever_the_router_does() -> None:
+    """Also where the rank's state cannot be read: it is the process that lives."""
+    alive = threading.Semaphore(0)
+
+    def torn() -> Report:
+        raise AttributeError("running_batch")
+
+    reporter = Reporter(HOST, free_range(HOST, 1), torn, alive.release)
+    try:
+        began = time.monotonic()
+        for _ in range(2):
+            assert alive.acquire(timeout=5)
+        assert time.monotonic() - began < 4 * HEARTBEAT_S
+        reporter.beat()
+        assert alive.acquire(timeout=0.5 * HEARTBEAT_S), "at once"
+    finally:
+        reporter.close()
+
+
 def test_close_ends_the_thread_and_frees_the_port() -> None:
     port = free_range(HOST, 1)
-    reporter = Reporter(HOST, port, state)
+    reporter = Reporter(HOST, port, state, lambda: None)
     reporter.close()
     assert not reporter._thread.is_alive()
     deadline = time.monotonic() + 5
     while True:  # libzmq lets go of the port on a thread of its own
         try:
-            Reporter(HOST, port, state).close()
+            Reporter(HOST, port, state, lambda: None).close()
             return
         except OSError:
             assert time.monotonic() < deadline
@@ -180,9 +200,9 @@ def test_close_ends_the_thread_and_frees_the_port() -> None:
 
 def test_a_taken_port_is_an_error_that_names_it(start: Start) -> None:
     port = free_range(HOST, 1)
-    first = Reporter(HOST, port, state)
+    first = Reporter(HOST, port, state, lambda: None)
     try:
         with pytest.raises(OSError, match=f"cannot publish reports on {HOST}:{port}"):
-            Reporter(HOST, port, state)
+            Reporter(HOST, port, state, lambda: None)
     finally:
         first.close()

@@ -1,12 +1,16 @@
 """The pass over the central queue: plan in order, bind what may bind now."""
 
-from vertumnus_router.core.effects import Decision, Dispatch, Effect
+from vertumnus_router.core.decodes import Decodes, room
+from vertumnus_router.core.effects import Decision, Dispatch, Effect, Pairing
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Membership
-from vertumnus_router.core.placement import Placement, Quote, too_large
+from vertumnus_router.core.placement import Placement, Quote, too_large, usable_blocks
 from vertumnus_router.core.policy import Lane, Policy
+from vertumnus_router.core.pulls import Pulls
 from vertumnus_router.core.requests import Entry, RequestTable
-from vertumnus_router.core.types import Rank, Request
+from vertumnus_router.core.statistics import PrefixStatistics
+from vertumnus_router.core.types import DecodeId, Rank, Request
+from vertumnus_router.core.workers import Candidate
 
 
 class Binding:
@@ -19,12 +23,18 @@ class Binding:
         membership: Membership,
         ledger: Ledger,
         table: RequestTable,
+        decodes: Decodes,
+        pulls: Pulls,
+        statistics: PrefixStatistics | None,
     ) -> None:
         self._policy = policy
         self._placement = placement
         self._membership = membership
         self._ledger = ledger
         self._table = table
+        self._decodes = decodes
+        self._pulls = pulls
+        self._statistics = statistics
 
     def observe(self, now: float) -> None:
         """Tell the policy how the queue has stood until now."""
@@ -42,21 +52,28 @@ class Binding:
         if not self._table.queued:
             return effects
         lanes = self._lanes(now)
-        if any(map(self._policy.may_bind, lanes)):
+        if any(map(self._may_bind, lanes)):
             # What is cached by now may have made another one the cheapest.
             for entry in self._table.queue()[: self._policy.window]:
                 self._table.reorder(entry, self._urgency(entry))
         planned = 0
         for entry in self._table.queue():
-            if planned == self._policy.window or not any(map(self._policy.may_bind, lanes)):
+            if planned == self._policy.window or not any(map(self._may_bind, lanes)):
                 break
-            quotes = self._placement.quotes(entry, lanes)
+            quotes = self._placement.quotes(entry, lanes, now)
             if not quotes:
                 continue
             planned += 1
+            decode = self._pair(entry, quotes[0])
+            if (
+                quotes[0].lane.candidate.pool.prefill_only
+                and decode is None
+                and self._decodes.has_room
+            ):
+                break  # a batch, for which there never are rooms enough if others go first
             # A request may prefer to wait for a busy worker; those behind it see it there.
             if self._plan(quotes[0]):
-                effects.append(self._dispatch(entry, quotes, now))
+                effects.append(self._dispatch(entry, quotes, decode, now))
         return effects
 
     def explain(self, request: Request, now: float) -> Decision:
@@ -64,10 +81,12 @@ class Binding:
         entry = self.draft(request, now)
         lanes = self._lanes(now)
         for other in self._table.ahead_of(entry)[: self._policy.window]:
-            quotes = self._placement.quotes(other, lanes)
+            quotes = self._placement.quotes(other, lanes, now)
             if quotes:
                 self._plan(quotes[0])
-        return self._placement.decision(entry, self._placement.quotes(entry, lanes))
+        quotes = self._placement.quotes(entry, lanes, now)
+        decode = self._pair(entry, quotes[0]) if quotes else None
+        return self._placement.decision(entry, quotes, decode)
 
     def mark_stranded(self, entry: Entry, now: float) -> None:
         """Note since when no serving worker could take the queued request."""
@@ -78,36 +97,95 @@ class Binding:
             entry.stranded_s = now
 
     def exhausted(self, entry: Entry) -> bool:
-        """Whether earlier attempts rule out every serving worker that the request fits.
+        """Whether earlier attempts rule out every worker that the request fits.
 
-        With none serving, or none that it fits, there is still something to wait for.
+        With none serving, or none that it fits, there is still something to wait for; what
+        drains comes back, or others in its place.
         """
+        candidates = self._policy.candidates(self._membership) + self._membership.draining
         fitting = [
             candidate
-            for candidate in self._policy.candidates(self._membership)
+            for candidate in candidates
             if too_large(entry.request, candidate.pool) is None
         ]
         return bool(fitting) and None not in map(entry.rules_out, fitting)
 
     def _plan(self, choice: Quote) -> bool:
         """Put the request on the timeline that it chose; whether it may also bind."""
-        binds = self._policy.may_bind(choice.lane)
+        binds = self._may_bind(choice.lane)
         choice.lane.plan(choice.service_s, choice.uncached_tokens, binds)
         return binds
 
-    def _dispatch(self, entry: Entry, quotes: list[Quote], now: float) -> Dispatch:
+    def _may_bind(self, lane: Lane) -> bool:
+        """Whether a request may go to the lane's block now, and to a decode server if it must."""
+        return self._policy.may_bind(lane) and (
+            not lane.candidate.pool.prefill_only or self._decodes.has_room
+        )
+
+    def _pair(self, entry: Entry, choice: Quote) -> DecodeId | None:
+        """The decode server for the request, None if it needs none or none has the rooms."""
+        if not choice.lane.candidate.pool.prefill_only:
+            return None
+        return self._decodes.choose(entry.request.prompts, avoid=entry.failed_decodes)
+
+    def _dispatch(
+        self, entry: Entry, quotes: list[Quote], decode: DecodeId | None, now: float
+    ) -> Dispatch:
         choice, candidate = quotes[0], quotes[0].lane.candidate
-        decision = self._placement.decision(entry, quotes)
-        blocks = entry.request.blocks if self._policy.counts_in_flight else ()
-        self._table.bind(entry, candidate, choice.service_s, choice.uncached_tokens, blocks, now)
+        home = self._home(candidate)
+        decision = self._placement.decision(entry, quotes, decode)
+        if self._statistics is not None and not entry.tried:
+            self._count(self._statistics, entry, quotes)
+        # What will be there once it has been computed or pulled; not if nobody asks.
+        asked = self._policy.counts_in_flight or self._pulls.enabled
+        blocks = entry.request.blocks if asked else ()
+        self._table.bind(
+            entry, candidate, home, choice.service_s, choice.uncached_tokens, blocks, decode, now
+        )
+        attempt = len(entry.tried)
+        pair = None
+        if decode is not None:
+            pair = Pairing(decode, room(entry.id, attempt, home.index, candidate.pool.size))
+        pull = None
+        if choice.pull is not None:
+            pull = self._pulls.begin(choice.pull, entry.request, now)
+        elif asked:
+            # What it counts on is not there before the copy that brings it has ended.
+            usable = usable_blocks(entry.request, candidate.pool.block_tokens)
+            match = self._placement.match(entry)
+            pull = self._pulls.on_its_way(entry.request, match, candidate, usable)
         return Dispatch(
             request_id=entry.id,
             pool=candidate.pool.pool,
-            leader=Rank(candidate.pool.pool, candidate.block.leader),
+            home=home,
             worker=candidate.id,
             decision=decision,
-            attempt=len(entry.tried),
+            attempt=attempt,
+            pair=pair,
+            pull=pull,
         )
+
+    def _count(self, statistics: PrefixStatistics, entry: Entry, quotes: list[Quote]) -> None:
+        """Count what the request finds where it goes, and what it would have found at the degree
+        that it would have gone to without a queue."""
+        candidate, block_tokens = (
+            quotes[0].lane.candidate,
+            quotes[0].lane.candidate.pool.block_tokens,
+        )
+        preferred = min(quotes, key=lambda quote: quote.total - quote.queue_s)
+        statistics.dispatched(
+            entry.request,
+            self._placement.match(entry),
+            candidate.degree,
+            quotes[0].cached_tokens // block_tokens,
+            preferred.lane.candidate.degree,
+            usable_blocks(entry.request, block_tokens),
+        )
+
+    def _home(self, candidate: Candidate) -> Rank:
+        """The rank with the fewest requests: a split then divides them evenly."""
+        ranks = (Rank(candidate.pool.pool, index) for index in candidate.block.ranks)
+        return min(ranks, key=self._table.homed)
 
     def _lanes(self, now: float) -> list[Lane]:
         return [

@@ -1,29 +1,45 @@
 """The control plane as one state machine: ``on_event(event, now) -> effects``.
 
-It owns four things: the membership (which blocks serve), the prefix index (which rank holds
-which KV block), the request table (the queue, the phases and the reservations) and the
-prefill-time model. A policy orders the queue and says when a request binds. The same events at
+It owns six things: the membership (which blocks serve), the decode servers (for pools that
+prefill only), the prefix index (which rank holds which KV block), the prefixes (what is copied
+and deleted), the request table (the queue, the phases, the reservations and the rooms) and the
+prefill-time model. A policy orders the queue
+and says when a request binds; a controller says when a pool splits or merges. The same events at
 the same times give the same effects, live and in a replay.
 """
 
 from collections.abc import Callable
 
 from vertumnus_router.core import refusals
+from vertumnus_router.core.audit import violations
 from vertumnus_router.core.binding import Binding
 from vertumnus_router.core.config import PolicyConfig
-from vertumnus_router.core.effects import Abort, Decision, Effect
+from vertumnus_router.core.controller import Controller
+from vertumnus_router.core.decodes import Decodes
+from vertumnus_router.core.effects import Abort, Decision, DecodeTerms, Effect, Reject
 from vertumnus_router.core.events import (
     BlocksRemoved,
     BlocksStored,
+    CopyEnded,
+    DecodeJoined,
+    DecodeLost,
     Event,
     Failure,
+    HandedOver,
     IndexReset,
+    Leg,
+    PoolComposed,
     PoolJoined,
     PoolLost,
     PrefillFinished,
     PrefillStarted,
     RankLost,
     RankReported,
+    ReclaimEnded,
+    ReclaimRequested,
+    ReconfigureRequested,
+    RegroupEnded,
+    ReplicateRequested,
     RequestArrived,
     RequestCancelled,
     RequestFailed,
@@ -31,16 +47,29 @@ from vertumnus_router.core.events import (
     Tick,
 )
 from vertumnus_router.core.ledger import Ledger
-from vertumnus_router.core.membership import Change, Membership
+from vertumnus_router.core.membership import Change, Lost, Membership
 from vertumnus_router.core.model import Correction, PrefillModel
+from vertumnus_router.core.moves import Move, PricedMove
 from vertumnus_router.core.placement import Placement, too_large
 from vertumnus_router.core.policy import make_policy
+from vertumnus_router.core.prefixes import Prefixes
 from vertumnus_router.core.profile import Profile
+from vertumnus_router.core.regroups import Regroups
 from vertumnus_router.core.requests import Entry, Phase, RequestTable
-from vertumnus_router.core.snapshot import WorkerSnapshot
+from vertumnus_router.core.snapshot import PrefixesSnapshot, WorkerSnapshot
+from vertumnus_router.core.tally import Tallies
 from vertumnus_router.core.trie import PrefixIndex
-from vertumnus_router.core.types import Rank, Request, RequestId, WorkerId
-from vertumnus_router.core.workers import Candidate, Worker
+from vertumnus_router.core.types import (
+    DecodeId,
+    PlanId,
+    PoolId,
+    Rank,
+    Request,
+    RequestId,
+    WorkerId,
+)
+from vertumnus_router.core.workers import Worker
+from vertumnus_router.lattice import Block
 
 
 class ControlPlane:
@@ -49,19 +78,46 @@ class ControlPlane:
     def __init__(self, config: PolicyConfig, profile: Profile) -> None:
         self._config = config
         self._model = PrefillModel(profile, config.correction)
-        self._index = PrefixIndex(config.index_nodes)
+        self._index = PrefixIndex(int(config.index_mib * 2**20), Tallies(config.prefix.decay))
         self._membership = Membership(self._model.fault, config.expected_manifest)
         self._ledger = Ledger()
-        self._table = RequestTable(self._ledger)
+        self._decodes = Decodes()
+        self._table = RequestTable(self._ledger, self._decodes)
+        self._prefixes = Prefixes(
+            config.prefix, self._model, self._index, self._membership, self._ledger, self._table
+        )
         policy = make_policy(config)
+        self._placement = Placement(
+            config,
+            policy,
+            self._model,
+            self._index,
+            self._membership,
+            self._ledger,
+            self._decodes,
+            self._prefixes.transfers,
+            self._prefixes.pulls,
+        )
         self._binding = Binding(
             policy,
-            Placement(config, policy, self._model, self._index, self._membership, self._ledger),
+            self._placement,
             self._membership,
             self._ledger,
             self._table,
+            self._decodes,
+            self._prefixes.pulls,
+            self._prefixes.statistics,
         )
+        self._regroups = Regroups(
+            self._model, self._index, self._membership, self._ledger, self._table
+        )
+        #: None when it is switched off
+        self.controller: Controller | None = None
+        if config.controller.mode != "off":
+            self.controller = Controller(config.controller, self._model.compared_s, profile.kappa)
         self._now = float("-inf")
+        #: how often a request went on in another worker because its home did
+        self.requests_moved = 0
 
     # -- events -------------------------------------------------------------------------------
 
@@ -79,7 +135,7 @@ class ControlPlane:
                 self._with_slot(rank, lambda slot: self._index.remove(slot, blocks))
                 return []
             case IndexReset(rank):
-                self._with_slot(rank, self._index.reset)
+                self._with_slot(rank, lambda slot: self._index.reset(1 << slot))
                 return []
         self._binding.observe(now)
         match event:
@@ -89,6 +145,8 @@ class ControlPlane:
                 return self._prefill_started(event, now)
             case PrefillFinished():
                 return self._prefill_finished(event, now)
+            case HandedOver():
+                return self._handed_over(event, now)
             case RequestFinished(request_id):
                 return self._over(request_id, now)
             case RequestFailed():
@@ -99,12 +157,30 @@ class ControlPlane:
                 return self._changed(self._membership.report(event), now)
             case RankLost():
                 return self._changed(self._membership.lose(event), now)
+            case DecodeJoined():
+                return self._decode_joined(event, now)
+            case DecodeLost(decode, cause):
+                return self._settle(self._lose_decode(decode, cause, now), now)
             case PoolJoined():
                 return self._changed(self._membership.join(event), now)
             case PoolLost(pool, cause):
                 return self._changed(self._membership.leave(pool, cause), now)
+            case PoolComposed():
+                self._regroups.composed(event)
+                return []
+            case ReconfigureRequested():
+                return self._settle(self._regroups.request(event, now), now)
+            case RegroupEnded():
+                return self._settle(self._regroups.ended(event, now), now)
+            case CopyEnded() | ReclaimEnded():
+                self._prefixes.ended(event, now)
+                return []
+            case ReplicateRequested() | ReclaimRequested():
+                return self._prefixes.asked(event, now)
             case Tick():
-                return self._expire(now) + self._binding.bind(now)
+                effects = self._regroups.advance(now) + self._recompose(now)
+                effects += self._expire(now) + self._binding.bind(now)
+                return effects + self._prefixes.tick(now)
 
     def _arrived(self, request: Request, now: float) -> list[Effect]:
         pools = self._membership.pools
@@ -114,6 +190,9 @@ class ControlPlane:
             return [refusals.too_large(request, pools)]
         entry = self._binding.draft(request, now)
         self._table.admit(entry)
+        if self.controller is not None:
+            work = self._placement.least_work(entry)
+            self.controller.arrived(self._membership.ladder, request.input_tokens, *work, now)
         effects = self._binding.bind(now)
         if entry.phase is Phase.QUEUED:
             if self._table.queued > self._config.queue_limit:
@@ -122,21 +201,43 @@ class ControlPlane:
             self._binding.mark_stranded(entry, now)
         return effects
 
+    def _recompose(self, now: float) -> list[Effect]:
+        """Let the controller judge, and command what it may."""
+        if self.controller is None:
+            return []
+        verdict = self.controller.tick(
+            now, lambda: [self._regroups.view(pool, now) for pool in self._membership.pools]
+        )
+        if verdict is None:
+            return []
+        if verdict.command is None:
+            return [verdict]
+        plan, move = PlanId(f"controller-{verdict.window}"), verdict.command
+        order = ReconfigureRequested(plan, move.pool, move.move.after)
+        return [verdict, *self._regroups.request(order, now)]
+
     def _prefill_started(self, event: PrefillStarted, now: float) -> list[Effect]:
-        entry = self._attempt(event.request_id, event.worker)
+        entry = self._attempt(event.request_id, event.worker, event.attempt)
         if entry is not None and entry.phase is Phase.PREFILL:
             self._table.start_prefill(entry, now)
         return []
 
     def _prefill_finished(self, event: PrefillFinished, now: float) -> list[Effect]:
-        entry = self._attempt(event.request_id, event.worker)
-        if entry is None or entry.phase not in (Phase.PREFILL, Phase.DECODE):
+        entry = self._attempt(event.request_id, event.worker, event.attempt)
+        if entry is None or entry.phase in (Phase.QUEUED, Phase.ABANDONED):
             return []
         ended = entry.phase is Phase.PREFILL
         if ended:
             self._table.finish_prefill(entry, now)
         self._learn(entry, event)
         return self._binding.bind(now) if ended else []
+
+    def _handed_over(self, event: HandedOver, now: float) -> list[Effect]:
+        entry = self._attempt(event.request_id, event.worker, event.attempt)
+        if entry is None or entry.phase not in (Phase.PREFILL, Phase.DECODE):
+            return []
+        self._table.hand_over(entry, now)
+        return self._binding.bind(now)
 
     def _learn(self, entry: Entry, event: PrefillFinished) -> None:
         """Correct the model by a prefill whose time and tokens are its own."""
@@ -161,7 +262,7 @@ class ControlPlane:
             return []
         aborts: list[Effect] = []
         if entry.candidate is not None and entry.phase is not Phase.ABANDONED:
-            aborts.append(_abort(entry, entry.candidate))
+            aborts.append(_abort(entry, entry.candidate.pool.pool))
         self._table.end(entry, now)
         return aborts + self._binding.bind(now)
 
@@ -169,11 +270,17 @@ class ControlPlane:
         entry = self._table.get(event.request_id)
         if entry is None or entry.candidate is None:
             return []
-        if event.worker is not None and event.worker != entry.candidate.id:
+        if event.worker is not None and event.worker != entry.attempt:
+            return []
+        if event.attempt is not None and event.attempt != len(entry.tried):
             return []
         entry.failure = event.cause
-        if event.failure is Failure.UNREACHABLE:
-            entry.unreachable |= {entry.candidate.pool.pool}
+        if event.leg is Leg.DECODE:
+            self._blame_decode(entry, event.failure)
+        else:
+            entry.failed_at |= {entry.candidate.id, entry.tried[-1]}
+            if event.failure is Failure.UNREACHABLE:
+                entry.unreachable |= {entry.candidate.pool.pool}
         if not self._may_retry(entry, event):
             self._table.end(entry, now)
             return [refusals.failed(entry, event), *self._binding.bind(now)]
@@ -183,24 +290,83 @@ class ControlPlane:
             self._binding.mark_stranded(entry, now)
         return effects
 
+    def _blame_decode(self, entry: Entry, failure: Failure) -> None:
+        """Prefer another decode server next time. One whose connections break is most likely
+        gone: nobody is sent there until that is known."""
+        if entry.decode is None:
+            return  # lost, and blamed when that was told
+        entry.failed_decodes |= {entry.decode}
+        if failure in (Failure.UNREACHABLE, Failure.DISCONNECTED):
+            self._decodes.doubt(entry.decode)
+
     def _may_retry(self, entry: Entry, event: RequestFailed) -> bool:
         if event.streamed or event.failure is Failure.CLIENT_ERROR:
             return False
         return len(entry.tried) < self._config.attempts and not self._binding.exhausted(entry)
 
-    def _changed(self, change: Change, now: float) -> list[Effect]:
-        for slot in change.void:
-            self._index.reset(slot)
+    def _decode_joined(self, event: DecodeJoined, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        for worker, cause in change.lost:
-            for entry in self._table.assigned(worker.id):
-                entry.failure = cause
-                effects.append(_abort(entry, worker.candidate))
-                self._table.abandon(entry, now)
+        life = self._decodes.life(event.decode)
+        if life is not None and life != event.life:
+            effects = self._lose_decode(event.decode, "it was started again", now)
+        self._decodes.join(event)
+        return self._settle(effects, now)
+
+    def _lose_decode(self, decode: DecodeId, cause: str, now: float) -> list[Effect]:
+        """Give up every attempt that has rooms there."""
+        effects: list[Effect] = []
+        for entry in [e for e in self._table.entries() if e.decode == decode]:
+            entry.failure = cause
+            entry.failed_decodes |= {decode}
+            assert entry.candidate is not None
+            self._table.abandon(entry, now)
+            effects.append(_abort(entry, entry.candidate.pool.pool, Leg.DECODE))
+        self._decodes.remove(decode)
+        return effects
+
+    def _changed(self, change: Change, now: float) -> list[Effect]:
+        if change.void:
+            self._index.reset(sum(1 << slot for slot in change.void))
+        self._prefixes.follow()
+        effects: list[Effect] = []
+        if change.pool is not None:
+            for entry in self._table.attached(change.pool):
+                effects += self._follow(entry, change.left, now)
+            if change.left is not None:
+                effects += self._regroups.leave(change.pool, change.left)
+        return self._settle(effects + self._regroups.advance(now), now)
+
+    def _settle(self, effects: list[Effect], now: float) -> list[Effect]:
+        """Let the queue follow a change of what serves."""
         effects += self._binding.bind(now)
         for entry in self._table.queue():
             self._binding.mark_stranded(entry, now)
         return effects
+
+    def _follow(self, entry: Entry, left: str | None, now: float) -> list[Effect]:
+        """Keep the request with its home, or give the attempt up if that is lost."""
+        home, candidate = entry.home, entry.candidate
+        assert home is not None and candidate is not None
+        fate = Lost(left) if left is not None else self._membership.fate(home, candidate)
+        match fate:
+            case Lost(cause):
+                entry.failure = cause
+                self._table.abandon(entry, now)
+                return [_abort(entry, home.pool)]
+            case Worker() if fate.id != candidate.id:
+                self._table.follow(entry, fate.candidate, self._rescaled(entry, fate), now)
+                self.requests_moved += 1
+        return []
+
+    def _rescaled(self, entry: Entry, worker: Worker) -> float:
+        """How much longer the request's prefill takes at ``worker`` than where it was."""
+        reservation = self._ledger.get(entry.id)
+        if reservation is None or entry.candidate is None:
+            return 1.0
+        uncached = reservation.uncached_tokens
+        cached = max(0, entry.request.input_tokens - uncached)
+        before_s = self._model.service_s(entry.candidate.degree, uncached, cached)
+        return self._model.service_s(worker.candidate.degree, uncached, cached) / before_s
 
     def _expire(self, now: float) -> list[Effect]:
         """End the requests that no serving worker could take for too long."""
@@ -210,15 +376,24 @@ class ControlPlane:
             since_s = entry.stranded_s
             if since_s is not None and now - since_s >= self._config.queue_timeout_s:
                 self._table.end(entry, now)
-                effects.append(refusals.no_worker(entry, self._config.queue_timeout_s))
+                effects.append(self._stranded(entry))
         return effects
 
-    def _attempt(self, request_id: RequestId, worker: WorkerId) -> Entry | None:
-        """The request, if its current attempt is the one at ``worker``."""
+    def _stranded(self, entry: Entry) -> Reject:
+        wait_s = self._config.queue_timeout_s
+        serving = self._membership.serving
+        if serving and not self._decodes.usable and all(c.pool.prefill_only for c in serving):
+            return refusals.no_decode(entry, wait_s)
+        return refusals.no_worker(entry, wait_s)
+
+    def _attempt(
+        self, request_id: RequestId, worker: WorkerId, attempt: int | None
+    ) -> Entry | None:
+        """The request, if its current attempt is the one dispatched to ``worker``."""
         entry = self._table.get(request_id)
-        if entry is None or entry.candidate is None or entry.candidate.id != worker:
+        if entry is None or entry.attempt != worker:
             return None
-        return entry
+        return entry if attempt in (None, len(entry.tried)) else None
 
     def _with_slot(self, rank: Rank, act: Callable[[int], None]) -> None:
         slot = self._membership.slot(rank)
@@ -250,10 +425,13 @@ class ControlPlane:
             queue_s=self._ledger.queue_s(worker.id, now),
             requests=tuple(entry.id for entry in self._table.assigned(worker.id)),
             rank_blocks=tuple(map(self._blocks_held, ranks)),
+            cached_blocks=self._index.usable_blocks(worker.candidate.ranks),
+            partial_blocks=self._index.partial_blocks(worker.candidate.ranks),
             rank_kv_used_tokens=tuple(None if r is None else r.kv_used_tokens for r in reports),
             running_requests=None if leader is None else leader.running_requests,
             waiting_requests=None if leader is None else leader.waiting_requests,
             reason=worker.reason,
+            prefill_only=worker.candidate.pool.prefill_only,
         )
 
     def _blocks_held(self, rank: Rank) -> int:
@@ -261,8 +439,41 @@ class ControlPlane:
         return 0 if slot is None else self._index.blocks_held(slot)
 
     def is_ready(self) -> bool:
-        """Whether a worker serves."""
-        return bool(self._membership.serving)
+        """Whether a worker serves, or will after the move that a pool is in the middle of."""
+        return bool(self._membership.serving) or any(
+            self._regroups.moving(pool.pool) is not None for pool in self._membership.pools
+        )
+
+    @property
+    def lacks_decode(self) -> bool:
+        """Whether there are pools that prefill only, and no decode server for them."""
+        return not self._decodes.terms() and any(p.prefill_only for p in self._membership.pools)
+
+    def decodes(self) -> tuple[DecodeTerms, ...]:
+        """Every live decode server."""
+        return self._decodes.terms()
+
+    @property
+    def pools(self) -> tuple[PoolJoined, ...]:
+        """The pools that have joined."""
+        return self._membership.pools
+
+    def epoch(self, pool: PoolId) -> int:
+        """The latest epoch that a living rank of the pool reports. The pool must have joined."""
+        return self._membership.epoch(pool)
+
+    def moving(self, pool: PoolId) -> Move | None:
+        """The move that this router has commanded and whose end is yet to show."""
+        return self._regroups.moving(pool)
+
+    def composition(self, pool: PoolId) -> tuple[Block, ...] | None:
+        """The blocks of a pool, failed ones included; None while they are not known."""
+        joined = self._membership.pool(pool)
+        return None if joined is None else self._regroups.composition(joined)
+
+    def plan(self, pool: PoolId, target: tuple[Block, ...], now: float) -> tuple[PricedMove, ...]:
+        """The moves that a ``ReconfigureRequested`` would make. Raises ``RegroupRefused``."""
+        return self._regroups.plan(pool, target, now)
 
     @property
     def pending_count(self) -> int:
@@ -276,8 +487,18 @@ class ControlPlane:
 
     @property
     def index_nodes(self) -> int:
-        """Nodes of the prefix index, at most ``config.index_nodes``."""
+        """Nodes of the prefix index, within ``config.index_mib``."""
         return len(self._index)
+
+    @property
+    def scanning(self) -> bool:
+        """A scan of the index is in progress, which goes on with each ``Tick``: have one about
+        every 10 ms."""
+        return self._prefixes.scanning
+
+    def prefixes(self, now: float) -> PrefixesSnapshot:
+        """What the prefix manager knows, has decided and has in flight."""
+        return self._prefixes.snapshot(now)
 
     @property
     def index_forgotten(self) -> int:
@@ -290,22 +511,10 @@ class ControlPlane:
 
     def violations(self) -> list[str]:
         """Every broken invariant of the state, for tests; empty when all hold."""
-        found = []
-        live = {worker.id for worker in self._membership.workers if worker.serving}
-        for worker, reserved_s in self._ledger.reserved_s().items():
-            if worker not in live:
-                found.append(f"{worker} does not serve and has {reserved_s} s reserved")
-        for entry in self._table.entries():
-            if (entry.phase is Phase.PREFILL) != (entry.id in self._ledger):
-                found.append(
-                    f"{entry.id} is {entry.phase.value}, reserved: {entry.id in self._ledger}"
-                )
-            if len(set(entry.tried)) != len(entry.tried):
-                found.append(f"{entry.id} was sent to one worker twice: {entry.tried}")
-        if not len(self._table) and len(self._ledger):
-            found.append(f"no request is live and {len(self._ledger)} reservation(s) remain")
-        return found
+        found = violations(self._table, self._ledger, self._membership, self._decodes)
+        return found + self._prefixes.violations()
 
 
-def _abort(entry: Entry, candidate: Candidate) -> Abort:
-    return Abort(entry.id, candidate.pool.pool, candidate.id)
+def _abort(entry: Entry, pool: PoolId, leg: Leg = Leg.PREFILL) -> Abort:
+    assert entry.attempt is not None
+    return Abort(entry.id, pool, entry.attempt, len(entry.tried), leg)

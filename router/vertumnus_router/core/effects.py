@@ -1,28 +1,62 @@
 """Everything the control plane wants done. Each effect carries the terms that explain it."""
 
 from dataclasses import dataclass
+from enum import Enum
 
-from vertumnus_router.core.types import PoolId, Rank, RequestId, WorkerId
+from vertumnus_router.core.events import Leg, RegroupEnded
+from vertumnus_router.core.moves import PricedMove
+from vertumnus_router.core.types import (
+    BlockHash,
+    DecodeId,
+    PlanId,
+    PoolId,
+    Rank,
+    RequestId,
+    TransferId,
+    WorkerId,
+)
+from vertumnus_router.core.verdict import Verdict
+from vertumnus_router.lattice import Block
 
 
 @dataclass(frozen=True, slots=True)
 class CostTerms:
     """One candidate of one placement, in seconds (paper section 5).
 
-    ``total`` = ``queue_s`` + ``beta``·``service_s`` + ``lam``·``extra_gpu_s``.
+    ``total`` = ``queue_s`` + ``beta``·``service_s`` + ``lam``·``extra_gpu_s``. With late binding
+    ``lam`` is higher for a candidate that would compute what another one is computing.
     ``cached_tokens`` is what the prefill is expected to find, with late binding including
-    prefixes that are still being computed there.
+    prefixes that are still being computed there; ``reconcile_tokens`` of them are not on all
+    ranks of the worker yet and are copied between them first, which has no price here.
+    ``pull_tokens`` are copied to the worker from another one first; they count as cached, and the
+    time for it, ``pull_s``, is part of ``service_s``.
+    ``extrapolated``: the lengths lie outside what the profile was measured with.
     """
 
     worker: WorkerId
     degree: int
     cached_tokens: int
+    reconcile_tokens: int
     queue_s: float
     service_s: float
     extra_gpu_s: float
     beta: float
     lam: float
     total: float
+    pull_tokens: int = 0
+    pull_s: float = 0.0
+    extrapolated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTerms:
+    """One decode server: ``rooms`` of its ``limit`` are taken. ``doubted``: it did not answer a
+    request lately, and takes none until it is heard of again."""
+
+    decode: DecodeId
+    rooms: int
+    limit: int
+    doubted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +64,8 @@ class Decision:
     """A placement and every candidate it was chosen from, best first.
 
     Without candidates (``explain`` when nothing is eligible) nothing is chosen, and ``excluded``
-    says why.
+    says why. ``decodes`` are the decode servers as they stood, ``decode`` the one that was taken,
+    None if none has a room or none is needed.
     """
 
     request_id: RequestId
@@ -38,6 +73,8 @@ class Decision:
     candidates: tuple[CostTerms, ...]
     #: workers that were not candidates, with the reason
     excluded: tuple[tuple[WorkerId, str], ...] = ()
+    decode: DecodeId | None = None
+    decodes: tuple[DecodeTerms, ...] = ()
 
     @property
     def chosen(self) -> CostTerms:
@@ -46,16 +83,93 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Pairing:
+    """The other half of an attempt at a pool that prefills only: ``decode`` fetches the KV from
+    the home in SGLang's bootstrap ``room``, or rooms from there on for a batch. 0 < room < 2**62,
+    another one for every attempt, and room % pool size = home, which is SGLang's own rule for
+    the rank that a room is at."""
+
+    decode: DecodeId
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One life of a rank: what is meant for it must not reach another one."""
+
+    rank: Rank
+    incarnation: str
+
+
+class Cause(Enum):
+    """Why KV is copied or deleted."""
+
+    INTER_DEGREE = "inter_degree"  # no worker of a degree that requests prefer holds it
+    INTRA_DEGREE = "intra_degree"  # too few workers of a degree do
+    RECLAIM = "reclaim"  # more than are used
+    PULL = "pull"  # a request is about to need it
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy the KV of ``blocks``, a chain from the root, from ``source`` to ``destination``: what
+    the destination lacks of it, and nothing else. ``CopyEnded`` has to follow.
+
+    The index learns of the copy from the destination's own events.
+    """
+
+    transfer: TransferId
+    source: Life
+    destination: Life
+    blocks: tuple[BlockHash, ...]
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """Delete the KV of ``blocks[keep:]`` at ``holder``; ``blocks`` is a chain from the root.
+    ``ReclaimEnded`` has to follow.
+
+    The rank refuses where a block is in use, has been stored again since, or has others below it
+    that are not named.
+    """
+
+    transfer: TransferId
+    holder: Life
+    blocks: tuple[BlockHash, ...]
+    keep: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRefused:
+    """What an operator asked for cannot be done."""
+
+    transfer: TransferId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send the request to the worker's pool, routed to its leader. The estimate is already
-    reserved."""
+    """Send the request to the worker's pool, routed to ``home``, one of the worker's ranks. The
+    estimate is already reserved.
+
+    Whatever block contains the home serves the request, so a regroup does not end the attempt.
+    ``worker`` is where it begins, and names the attempt for good. With a ``pair`` the request
+    goes to that decode server as well, which answers it. A ``pull`` goes first; whatever becomes
+    of it, the request follows. It may be a copy that was begun before, for another request or by
+    a ``Copy``: then it is waited for, not begun again.
+    """
 
     request_id: RequestId
     pool: PoolId
-    leader: Rank
+    home: Rank
     worker: WorkerId
     decision: Decision
     attempt: int
+    pair: Pairing | None = None
+    pull: Copy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +190,42 @@ class Reject:
 class Abort:
     """Stop the attempt at this worker (its answer is no longer wanted).
 
-    After a ``RequestCancelled`` the request is over. Otherwise its worker is lost, and the
-    request waits for ``RequestFailed(WORKER_LOST, streamed=...)`` to be placed elsewhere or end.
+    After a ``RequestCancelled`` the request is over. Otherwise its worker is lost, or its decode
+    server, as ``leg`` says, and the request waits for ``RequestFailed(WORKER_LOST, leg=...,
+    streamed=...)`` to be placed elsewhere or end.
     """
 
     request_id: RequestId
     pool: PoolId
     worker: WorkerId
+    attempt: int
+    leg: Leg = Leg.PREFILL
 
 
-Effect = Dispatch | Reject | Abort
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Command the pool, at ``epoch``, from the composition ``before`` to ``after``, one adjacent
+    move away. A pool has one of these at a time; ``RegroupEnded`` has to follow."""
+
+    plan: PlanId
+    pool: PoolId
+    epoch: int
+    before: tuple[Block, ...]
+    after: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEnded:
+    """A reconfiguration is over: ``ended`` are its moves as they went, one for each of the first
+    of ``moves``. ``reason`` says why it stopped short, None when the pool serves as asked."""
+
+    plan: PlanId
+    pool: PoolId
+    moves: tuple[PricedMove, ...] = ()
+    ended: tuple[RegroupEnded, ...] = ()
+    reason: str | None = None
+
+
+Effect = (
+    Dispatch | Reject | Abort | Regroup | PlanEnded | Verdict | Copy | Reclaim | TransferRefused
+)

@@ -3,13 +3,27 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from vertumnus_router.core.types import BlockHash, PoolId, Rank, Request, RequestId, WorkerId
+from vertumnus_router.core.types import (
+    BlockHash,
+    DecodeId,
+    PlanId,
+    PoolId,
+    Rank,
+    Request,
+    RequestId,
+    TransferId,
+    WorkerId,
+)
 from vertumnus_router.lattice import Block
+from vertumnus_router.protocol import Stages
 
 
 @dataclass(frozen=True, slots=True)
 class PoolJoined:
-    """A pool described itself; its ranks follow one by one."""
+    """A pool described itself; its ranks follow one by one.
+
+    A ``prefill_only`` pool needs a decode server for every request.
+    """
 
     pool: PoolId
     size: int
@@ -19,6 +33,9 @@ class PoolJoined:
     kv_capacity_tokens: int
     chunk_tokens: int
     manifest: str
+    prefill_only: bool = False
+    #: bytes of KV of one token on one rank; 0: its ranks cannot copy prefixes
+    kv_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +82,53 @@ class RankLost:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolComposed:
+    """What a pool itself says of its composition: ``failed`` blocks may hold ranks that died
+    before anybody here heard of them."""
+
+    pool: PoolId
+    epoch: int
+    blocks: tuple[Block, ...]
+    failed: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJoined:
+    """A decode server is there and takes up to ``max_requests`` prompts at a time.
+
+    The same ``life`` again confirms that it still is; another one means that it was started
+    anew, and what it had is lost.
+    """
+
+    decode: DecodeId
+    life: str
+    max_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLost:
+    """A decode server is gone, and every request that it had."""
+
+    decode: DecodeId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestArrived:
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
+    """``worker`` names the attempt: it is the one of its ``Dispatch``, wherever it runs now.
+
+    A worker may get a request twice, if it was not at fault: ``attempt`` then tells which one is
+    meant (None: whichever it has).
+    """
+
     request_id: RequestId
     worker: WorkerId
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +143,17 @@ class PrefillFinished:
     worker: WorkerId
     cached_tokens: int | None = None
     compute_s: float | None = None
+    attempt: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The KV of the attempt has arrived at its decode server. No worker has the request any more,
+    so from now on none can lose it."""
+
+    request_id: RequestId
+    worker: WorkerId
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +172,14 @@ class Failure(Enum):
     WORKER_LOST = "worker_lost"
 
 
+class Leg(Enum):
+    """The two halves of an attempt: at a worker, and at a decode server if the worker's pool
+    prefills only."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
     """An attempt ended badly, aborted ones included.
@@ -112,7 +187,8 @@ class RequestFailed:
     ``streamed`` is True once a byte of the answer has reached the client: then there is no
     second attempt. The core answers with a ``Dispatch`` elsewhere, now or later, or with the
     ``Reject`` that ends the request. ``worker`` names the attempt; a failure of any other
-    attempt than the current one is ignored (None: it is the current one).
+    attempt than the current one is ignored (None: it is the current one). ``leg`` is the one at
+    fault; the other one is not held against its worker or decode server.
     """
 
     request_id: RequestId
@@ -120,6 +196,8 @@ class RequestFailed:
     cause: str
     streamed: bool = False
     worker: WorkerId | None = None
+    attempt: int | None = None
+    leg: Leg = Leg.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +231,88 @@ class IndexReset:
 
 
 @dataclass(frozen=True, slots=True)
+class ReconfigureRequested:
+    """Bring the pool to the composition ``blocks``. The core answers with a ``PlanEnded`` for
+    ``plan``, at once when it cannot be done."""
+
+    plan: PlanId
+    pool: PoolId
+    blocks: tuple[Block, ...]
+
+
+class MoveOutcome(Enum):
+    COMMITTED = "committed"
+    ABANDONED = "abandoned"  # before any rank had switched: nothing has changed
+    FAILED = "failed"  # the epoch holds, some blocks of it are lost
+    REFUSED = "refused"  # the pool did not begin the move
+    UNKNOWN = "unknown"  # no answer: what the ranks report decides
+
+
+@dataclass(frozen=True, slots=True)
+class RegroupEnded:
+    """How the ``Regroup`` of ``plan`` ended, in the words of its pool. ``epoch`` is the number of
+    the move, None if it has none; the pool is at it where the move was committed or has failed.
+    """
+
+    plan: PlanId
+    pool: PoolId
+    outcome: MoveOutcome
+    epoch: int | None = None
+    reason: str | None = None
+    failed: tuple[Block, ...] = ()
+    stages: Stages | None = None
+
+
+class TransferOutcome(Enum):
+    """How a copy or a deletion went. What the ranks hold is told by their own events only."""
+
+    DONE = "done"
+    REFUSED = "refused"  # it cannot be done now, and nothing has changed
+    FAILED = "failed"  # it was begun; what came of it is not used
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEnded:
+    """``blocks`` and ``bytes`` are what was moved: what the destination lacked, no more. 0 where
+    it held everything by then. ``seconds``: the whole copy, ``transfer_s``: its bytes alone."""
+
+    transfer: TransferId
+    outcome: TransferOutcome
+    blocks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    transfer_s: float = 0.0
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimEnded:
+    transfer: TransferId
+    outcome: TransferOutcome
+    blocks: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicateRequested:
+    """An operator wants ``worker`` to hold the prefix that ends with ``tip``. The core answers
+    with a ``Copy`` of that id, or with ``TransferRefused``."""
+
+    transfer: TransferId
+    tip: BlockHash
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimRequested:
+    """An operator wants ``worker`` to give up the block ``tip`` and what it holds below it."""
+
+    transfer: TransferId
+    tip: BlockHash
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed. Timers of the policy run on ticks only."""
 
@@ -160,16 +320,26 @@ class Tick:
 Event = (
     PoolJoined
     | PoolLost
+    | PoolComposed
     | RankReported
     | RankLost
+    | DecodeJoined
+    | DecodeLost
     | RequestArrived
     | PrefillStarted
     | PrefillFinished
+    | HandedOver
     | RequestFinished
     | RequestFailed
     | RequestCancelled
     | BlocksStored
     | BlocksRemoved
     | IndexReset
+    | ReconfigureRequested
+    | RegroupEnded
+    | CopyEnded
+    | ReclaimEnded
+    | ReplicateRequested
+    | ReclaimRequested
     | Tick
 )

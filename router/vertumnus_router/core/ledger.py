@@ -21,7 +21,8 @@ class Reservation:
     uncached_tokens: int
     blocks: tuple[BlockHash, ...] = ()
     started: bool = False
-    #: another prefill ran at the worker meanwhile, so the reported time is not its own
+    #: another prefill ran at the worker meanwhile, or it moved between workers: the reported
+    #: time is not that of one prefill at one worker
     shared: bool = False
 
 
@@ -42,15 +43,22 @@ class _Account:
     #: how many of the reservations will leave a block
     blocks: dict[BlockHash, int] = field(default_factory=dict)
 
-    def settle(self, now: float) -> None:
-        """Spend the time since ``as_of_s`` on the running prefills, in the order they began."""
-        elapsed_s, self.as_of_s = now - self.as_of_s, now
+    def left(self, now: float) -> dict[RequestId, float]:
+        """What the running prefills have left, in the order they began: the time since
+        ``as_of_s`` was spent on the first, then on the next."""
+        left = dict(self.running)
+        elapsed_s = now - self.as_of_s
         for request, left_s in self.running.items():
             spent_s = min(left_s, elapsed_s)
-            self.running[request] = left_s - spent_s
+            left[request] = left_s - spent_s
             elapsed_s -= spent_s
             if elapsed_s <= 0:
                 break
+        return left
+
+    def settle(self, now: float) -> None:
+        """Let what is left at ``now`` be what is known."""
+        self.running, self.as_of_s = self.left(now), now
         self.running_s = sum(self.running.values())
 
 
@@ -71,6 +79,10 @@ class Ledger:
 
     def __contains__(self, request: RequestId) -> bool:
         return request in self._where
+
+    def get(self, request: RequestId) -> Reservation | None:
+        account = self._account_of(request)
+        return None if account is None else account.reserved[request]
 
     def reserve(
         self,
@@ -129,6 +141,21 @@ class Ledger:
             account.waiting_s -= reservation.service_s
         return reservation
 
+    def move(self, request: RequestId, worker: WorkerId, scale: float, now: float) -> None:
+        """The rest of the prefill of ``request`` is done by ``worker``, which needs ``scale``
+        times as long for it. Nothing to do for a request without a reservation."""
+        account = self._account_of(request)
+        if account is None:
+            return
+        account.settle(now)
+        left_s = account.running.get(request, account.reserved[request].service_s)
+        old = account.reserved[request]
+        self.release(request, now)
+        self.reserve(request, worker, left_s * scale, old.uncached_tokens, old.blocks)
+        if old.started:
+            self.start(request, now)
+        self._accounts[worker].reserved[request].shared = True
+
     def queue_s(self, worker: WorkerId, now: float) -> float:
         """q_w: predicted remaining seconds of the prefills assigned to ``worker``."""
         account = self._accounts.get(worker)
@@ -136,6 +163,11 @@ class Ledger:
             return 0.0
         left_s = account.running_s - (now - account.as_of_s)
         return max(0.0, account.waiting_s) + max(0.0, left_s)
+
+    def running(self, worker: WorkerId, now: float) -> Mapping[RequestId, float]:
+        """The prefills that have begun at ``worker``, and the seconds that each has left."""
+        account = self._accounts.get(worker)
+        return {} if account is None else account.left(now)
 
     def load(self, worker: WorkerId) -> tuple[int, int]:
         """Uncached tokens of the unfinished prefills, and of those without the last bound."""
@@ -149,13 +181,6 @@ class Ledger:
         """The blocks that unfinished prefills at ``worker`` will leave there."""
         account = self._accounts.get(worker)
         return _NOTHING if account is None else account.blocks
-
-    def reserved_s(self) -> dict[WorkerId, float]:
-        """Σ of reserved service by worker, not aged; workers without reservations are absent."""
-        return {
-            worker: sum(r.service_s for r in account.reserved.values())
-            for worker, account in self._accounts.items()
-        }
 
     def _account_of(self, request: RequestId) -> _Account | None:
         worker = self._where.get(request)

@@ -1,23 +1,65 @@
 """Which pools, ranks and workers there are, and which rank slot is whose."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
+from vertumnus_router.core.effects import Life
 from vertumnus_router.core.events import PoolJoined, RankLost, RankReported
-from vertumnus_router.core.types import PoolId, Rank, WorkerId
-from vertumnus_router.core.workers import Candidate, RankRecord, Rules, Worker, derive_workers
+from vertumnus_router.core.types import PoolId, Rank, WorkerId, WorkerState, worker_id
+from vertumnus_router.core.workers import (
+    NO_DRAIN,
+    Candidate,
+    Drain,
+    RankRecord,
+    Rules,
+    Worker,
+    derive_workers,
+)
+from vertumnus_router.lattice import Block
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one event did: workers that serve no more, with the cause, and rank slots whose
-    index is void."""
+    """What one event did: the pool whose workers may differ now, and rank slots whose index is
+    void. ``left`` is why all that the pool was is gone, None unless it is."""
 
-    lost: tuple[tuple[Worker, str], ...] = ()
+    pool: PoolId | None = None
     void: tuple[int, ...] = ()
+    left: str | None = None
 
 
 NO_CHANGE = Change()
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A living rank that can copy prefixes from others of the same ``geometry``. ``slot`` is its
+    bit in masks, ``worker`` the block that it says it is in."""
+
+    life: Life
+    slot: int
+    worker: WorkerId
+    pool: PoolJoined
+
+    @property
+    def rank(self) -> Rank:
+        return self.life.rank
+
+    @property
+    def geometry(self) -> tuple[int, int]:
+        return geometry(self.pool)
+
+
+def geometry(pool: PoolJoined) -> tuple[int, int]:
+    """What must be the same for KV to be copied as it is: tokens of a block, bytes of a token."""
+    return pool.block_tokens, pool.kv_token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """An attempt cannot go on where it is."""
+
+    cause: str
 
 
 @dataclass(slots=True)
@@ -25,6 +67,7 @@ class _Pool:
     joined: PoolJoined
     ranks: list[RankRecord]
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    drain: Drain = NO_DRAIN
 
 
 class Membership:
@@ -41,8 +84,10 @@ class Membership:
         self._slots = 0
         self._workers: tuple[Worker, ...] = ()
         self._serving: tuple[Candidate, ...] = ()
+        self._draining: tuple[Candidate, ...] = ()
         self._serving_ranks = 0
-        self._least_degree: int | None = None
+        self._ladder: tuple[int, ...] = ()
+        self._peers: dict[int, Peer] = {}
 
     @property
     def serving(self) -> tuple[Candidate, ...]:
@@ -50,17 +95,32 @@ class Membership:
         return self._serving
 
     @property
+    def draining(self) -> tuple[Candidate, ...]:
+        """The workers that are about to end in a move."""
+        return self._draining
+
+    @property
+    def peers(self) -> Mapping[int, Peer]:
+        """The ranks that can copy prefixes, by slot. Another object after every change."""
+        return self._peers
+
+    @property
     def serving_ranks(self) -> int:
         """How many ranks take requests."""
         return self._serving_ranks
 
     @property
-    def least_degree(self) -> int | None:
-        """C_min: the smallest degree that a pool supports and the profile covers.
+    def ladder(self) -> tuple[int, ...]:
+        """The degrees that a pool supports and the profile covers, ascending.
 
-        It depends on the pools alone, so prices do not jump when the composition changes.
+        They depend on the pools alone, so prices do not jump when the composition changes.
         """
-        return self._least_degree
+        return self._ladder
+
+    @property
+    def least_degree(self) -> int | None:
+        """C_min, the first of the ladder."""
+        return self._ladder[0] if self._ladder else None
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -70,6 +130,30 @@ class Membership:
     @property
     def pools(self) -> tuple[PoolJoined, ...]:
         return tuple(pool.joined for pool in self._pools.values())
+
+    def pool(self, name: PoolId) -> PoolJoined | None:
+        known = self._pools.get(name)
+        return None if known is None else known.joined
+
+    def workers_of(self, name: PoolId) -> tuple[Worker, ...]:
+        """Every worker and would-be worker of one pool, in rank order."""
+        known = self._pools.get(name)
+        return () if known is None else tuple(known.workers.values())
+
+    def epoch(self, name: PoolId) -> int:
+        """The latest epoch that a living rank of the pool reports."""
+        known = self._pools[name]
+        reports = (rank.report for rank in known.ranks if rank.lost is None)
+        return max((report.epoch for report in reports if report is not None), default=0)
+
+    def mask(self, name: PoolId, block: Block) -> int:
+        """The rank slots of a block of the pool, whether it serves or not."""
+        known = self._pools[name]
+        return sum(1 << known.ranks[index].slot for index in block.ranks)
+
+    def degree_fault(self, degree: int) -> str | None:
+        """Why blocks of that degree cannot serve, or None."""
+        return self._rules.degree_fault(degree)
 
     def slot(self, rank: Rank) -> int | None:
         """The rank's bit in masks, None for a rank of no known pool."""
@@ -100,8 +184,7 @@ class Membership:
         void = tuple(rank.slot for rank in gone.ranks)
         self._free_slots = sorted((*self._free_slots, *void), reverse=True)
         self._publish()
-        lost = tuple((w, cause) for w in gone.workers.values() if w.serving)
-        return Change(lost, void)
+        return Change(pool, void, left=cause)
 
     def report(self, report: RankReported) -> Change:
         """Take in a heartbeat; one of a dead life or an old epoch is ignored."""
@@ -134,6 +217,46 @@ class Membership:
         record.lost = event.cause
         return self._derive(event.rank.pool, (record.slot,) if died else ())
 
+    def drain(self, name: PoolId, blocks: Iterable[Block], reason: str) -> None:
+        """These blocks of the pool, and no others of it, take no new requests from now on."""
+        self._drain(name, Drain(frozenset(blocks), reason))
+
+    def end_drain(self, name: PoolId, until: int | None = None) -> None:
+        """They serve again: in the epoch ``until`` and later ones, or, with None, as they are."""
+        if name in self._pools:
+            drain = self._pools[name].drain
+            self._drain(name, NO_DRAIN if until is None else replace(drain, until=until))
+
+    def _drain(self, name: PoolId, drain: Drain) -> None:
+        self._pools[name].drain = drain
+        self._derive(name, ())
+
+    def fate(self, home: Rank, candidate: Candidate) -> Worker | Lost | None:
+        """What became of an attempt at ``candidate`` whose home is ``home``: the worker that has
+        it now, its loss, or None while the ranks are on their way to another composition.
+
+        A rank that is in its old block goes down with any other rank of that block; one that has
+        moved has left them behind.
+        """
+        pool, record = self._pools.get(home.pool), self._record(home)
+        if pool is None or record is None or record.report is None:
+            return Lost("its pool has left")
+        here = record.report.block
+        for index, life in zip(candidate.block.ranks, candidate.lives, strict=True):
+            rank = pool.ranks[index]
+            if rank is not record and here != candidate.block:
+                continue
+            if rank.lost is not None:
+                return Lost(f"rank {index}: {rank.lost}")
+            if rank.report is None or rank.report.incarnation != life:
+                return Lost(f"rank {index} was restarted")
+        worker = pool.workers.get(worker_id(home.pool, here))
+        if worker is None:
+            return None
+        if worker.state in (WorkerState.LOST, WorkerState.REFUSED):
+            return Lost(worker.reason or worker.state.value)
+        return worker if worker.formed else None
+
     def _record(self, rank: Rank) -> RankRecord | None:
         pool = self._pools.get(rank.pool)
         if pool is None or not 0 <= rank.index < len(pool.ranks):
@@ -148,37 +271,37 @@ class Membership:
 
     def _derive(self, name: PoolId, void: tuple[int, ...]) -> Change:
         pool = self._pools[name]
-        before = pool.workers
-        derived = derive_workers(pool.joined, pool.ranks, before, self._rules)
+        derived = derive_workers(pool.joined, pool.ranks, pool.workers, self._rules, pool.drain)
         pool.workers = {worker.id: worker for worker in derived}
         self._publish()
-        lost = []
-        for old in before.values():
-            cause = _loss(old, pool.workers.get(old.id))
-            if cause is not None:
-                lost.append((old, cause))
-        return Change(tuple(lost), void)
+        return Change(name, void)
 
     def _publish(self) -> None:
         self._workers = tuple(w for pool in self._pools.values() for w in pool.workers.values())
         self._serving = tuple(w.candidate for w in self._workers if w.serving)
+        draining = (w for w in self._workers if w.state is WorkerState.DRAINING)
+        self._draining = tuple(w.candidate for w in draining)
         self._serving_ranks = sum(candidate.degree for candidate in self._serving)
         degrees = {degree for pool in self.pools for degree in pool.degrees}
         priced = (degree for degree in degrees if self._rules.degree_fault(degree) is None)
-        self._least_degree = min(priced, default=None)
+        self._ladder = tuple(sorted(priced))
+        self._peers = {peer.slot: peer for peer in self._find_peers()}
+
+    def _find_peers(self) -> Iterator[Peer]:
+        for name, pool in self._pools.items():
+            if not pool.joined.kv_token_bytes:
+                continue
+            for record in pool.ranks:
+                report = record.report
+                if report is None or record.lost is not None:
+                    continue
+                worker = worker_id(name, report.block)
+                known = pool.workers.get(worker)
+                if known is None or known.state not in (WorkerState.LOST, WorkerState.REFUSED):
+                    life = Life(report.rank, report.incarnation)
+                    yield Peer(life, record.slot, worker, pool.joined)
 
 
 def _claim(report: RankReported) -> tuple[object, ...]:
     """What of a heartbeat makes workers; the rest is load."""
     return report.incarnation, report.epoch, report.block, report.manifest
-
-
-def _loss(old: Worker, new: Worker | None) -> str | None:
-    """Why ``old`` serves no more, None if it goes on or did not serve."""
-    if not old.serving:
-        return None
-    if new is None:
-        return "its ranks moved to another composition"
-    if not new.serving:
-        return new.reason or new.state.value
-    return None if new.lives == old.lives else "a rank of it was restarted"

@@ -55,6 +55,16 @@ class PrefillModel:
         base_s = self.profiled_s(degree, uncached_tokens, cached_tokens)
         return base_s if correction is None else base_s * correction.factor
 
+    def compared_s(self, degree: int, uncached_tokens: int, cached_tokens: int) -> float:
+        """The same for comparing degrees: one that has no reports takes the correction of the
+        nearest that has, or the error of the profile would speak for, or against, what was never
+        tried."""
+        base_s = self.profiled_s(degree, uncached_tokens, cached_tokens)
+        if not self._corrections:
+            return base_s
+        nearest = min(self._corrections, key=lambda known: (abs(math.log2(known / degree)), known))
+        return base_s * self._corrections[nearest].factor
+
     def profiled_s(self, degree: int, uncached_tokens: int, cached_tokens: int) -> float:
         """The same without the correction."""
         if uncached_tokens < 0 or cached_tokens < 0:

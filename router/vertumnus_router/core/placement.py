@@ -5,15 +5,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vertumnus_router.core.config import PolicyConfig
+from vertumnus_router.core.decodes import Decodes
 from vertumnus_router.core.effects import CostTerms, Decision
 from vertumnus_router.core.events import PoolJoined
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.model import PrefillModel
 from vertumnus_router.core.policy import Lane, Policy
+from vertumnus_router.core.pulls import Pull, Pulls
 from vertumnus_router.core.requests import Entry
+from vertumnus_router.core.transfers import Transfers
 from vertumnus_router.core.trie import PrefixIndex, PrefixMatch
-from vertumnus_router.core.types import Request, RequestId, WorkerId
+from vertumnus_router.core.types import DecodeId, Request, RequestId, WorkerId
 from vertumnus_router.core.workers import Candidate
 
 
@@ -23,11 +26,15 @@ class Quote:
 
     lane: Lane
     cached_tokens: int
+    reconcile_tokens: int
     uncached_tokens: int
     queue_s: float
     service_s: float
     extra_gpu_s: float
+    lam: float
     total: float
+    #: what is copied there first; its seconds are part of ``service_s``
+    pull: Pull | None = None
 
 
 def too_large(request: Request, pool: PoolJoined) -> str | None:
@@ -45,6 +52,11 @@ def too_large(request: Request, pool: PoolJoined) -> str | None:
     return None
 
 
+def usable_blocks(request: Request, block_tokens: int) -> int:
+    """The blocks that a prefill could find: without the last token, which is always computed."""
+    return min(len(request.blocks), max(0, request.input_tokens - 1) // block_tokens)
+
+
 class Placement:
     """Prices and picks for a policy. Holds references to what it reads, no state of its own."""
 
@@ -56,6 +68,9 @@ class Placement:
         index: PrefixIndex,
         membership: Membership,
         ledger: Ledger,
+        decodes: Decodes,
+        transfers: Transfers,
+        pulls: Pulls,
     ) -> None:
         self._tie_s = config.tie_s
         self._seed = config.seed
@@ -64,48 +79,65 @@ class Placement:
         self._index = index
         self._membership = membership
         self._ledger = ledger
+        self._decodes = decodes
+        self._transfers = transfers
+        self._pulls = pulls
 
     def can_take(self, entry: Entry, candidate: Candidate) -> bool:
-        """Whether the request fits the candidate and no earlier attempt rules it out."""
-        return entry.rules_out(candidate) is None and (
-            too_large(entry.request, candidate.pool) is None
-        )
+        """Whether the request fits the candidate and nothing rules it out."""
+        return self._fault(entry, candidate) is None
+
+    def _fault(self, entry: Entry, candidate: Candidate) -> str | None:
+        """Why the candidate cannot take the request, or None. A decode server without a free
+        room is no fault: the request waits for one."""
+        if candidate.pool.prefill_only and not self._decodes.usable:
+            return "there is no decode server to pair it with"
+        return entry.rules_out(candidate) or too_large(entry.request, candidate.pool)
+
+    def least_work(self, entry: Entry) -> tuple[int, int]:
+        """R and P, uncached and cached tokens, with the longest prefix that any candidate has."""
+        candidates = self._policy.candidates(self._membership)
+        cached = max((tokens for tokens, _ in self._cached_tokens(entry, candidates)), default=0)
+        return max(1, entry.request.input_tokens - cached), cached
 
     def least_gpu_s(self, entry: Entry) -> float:
-        """g: GPU-seconds at C_min with the longest prefix that any candidate has."""
+        """g: GPU-seconds at C_min of ``least_work``."""
         least = self._membership.least_degree
         if least is None:
             return 0.0
-        candidates = self._policy.candidates(self._membership)
-        cached = max(self._cached_tokens(entry, candidates), default=0)
-        uncached = max(1, entry.request.input_tokens - cached)
-        return least * self._model.service_s(least, uncached, cached)
+        return least * self._model.service_s(least, *self.least_work(entry))
 
-    def _match(self, entry: Entry) -> PrefixMatch:
+    def match(self, entry: Entry) -> PrefixMatch:
         """The request's prefix in the index, walked again only after the index changed."""
         if entry.match is None or entry.match_version != self._index.version:
             entry.match = self._index.match(entry.request.blocks)
             entry.match_version = self._index.version
         return entry.match
 
-    def _cached_tokens(self, entry: Entry, candidates: Iterable[Candidate]) -> list[int]:
-        """P at each candidate: whole blocks that all its ranks hold, or will where the policy
-        counts those, short of the last token, which is always computed."""
-        match, blocks = self._match(entry), entry.request.blocks
-        before_last = max(0, entry.request.input_tokens - 1)
+    def _cached_tokens(
+        self, entry: Entry, candidates: Iterable[Candidate]
+    ) -> list[tuple[int, int]]:
+        """P at each candidate, and how much of it some of its ranks still lack. P is whole blocks
+        that one of its ranks holds, or all will where the policy counts what is being computed or
+        copied, short of the last token, which is always computed."""
+        match, blocks = self.match(entry), entry.request.blocks
         counts_in_flight = self._policy.counts_in_flight
         found = []
         for candidate in candidates:
             block_tokens = candidate.pool.block_tokens
-            depth = match.depth(candidate.ranks)
+            longest, common = match.longest(candidate.ranks), match.common(candidate.ranks)
+            depth = longest
             if counts_in_flight and depth < len(blocks):
+                depth = max(depth, self._transfers.incoming(candidate.ranks, blocks))
                 in_flight = self._ledger.in_flight(candidate.id)
                 while depth < len(blocks) and blocks[depth] in in_flight:
                     depth += 1
-            found.append(min(depth, before_last // block_tokens) * block_tokens)
+            usable = min(depth, usable_blocks(entry.request, block_tokens))
+            lacking = max(0, min(usable, longest) - common)
+            found.append((usable * block_tokens, lacking * block_tokens))
         return found
 
-    def quotes(self, entry: Entry, lanes: Sequence[Lane]) -> list[Quote]:
+    def quotes(self, entry: Entry, lanes: Sequence[Lane], now: float) -> list[Quote]:
         """A price from every eligible lane, the choice first, the others by rising price."""
         least = self._membership.least_degree
         if least is None:
@@ -115,26 +147,84 @@ class Placement:
         service_s = self._model.service_s
         terms: dict[tuple[int, int], tuple[float, float]] = {}
         quotes = []
+        lanes = [lane for lane in lanes if self.can_take(entry, lane.candidate)]
         cached_at = self._cached_tokens(entry, (lane.candidate for lane in lanes))
-        for lane, cached in zip(lanes, cached_at, strict=True):
+        needed_s: float | None = None
+        most = stored = max((cached for cached, _ in cached_at), default=0)
+        if self._policy.charges_recomputing:
+            stored = self._stored_tokens(entry, lanes)
+            needed_s = least * service_s(least, max(1, request.input_tokens - most), most)
+        for lane, (cached, lacking) in zip(lanes, cached_at, strict=True):
             candidate = lane.candidate
-            if not self.can_take(entry, candidate):
-                continue
             degree = candidate.degree
             uncached = max(1, request.input_tokens - cached)
             known = terms.get((degree, cached))
             if known is None:
                 own_s = service_s(degree, uncached, cached)
-                extra_s = degree * own_s - least * service_s(least, uncached, cached)
+                least_s = needed_s
+                if least_s is None:
+                    least_s = least * service_s(least, uncached, cached)
+                extra_s = degree * own_s - least_s
                 terms[degree, cached] = own_s, extra_s
             else:
                 own_s, extra_s = known
             queue_s = lane.queue_s
-            total = queue_s + beta * own_s + lam * extra_s
-            quotes.append(Quote(lane, cached, uncached, queue_s, own_s, extra_s, total))
+            # To compute what is being computed wastes all the GPU time that it takes.
+            weight = max(lam, 1.0) if cached < most and stored < most else lam
+            total = queue_s + beta * own_s + weight * extra_s
+            quote = Quote(lane, cached, lacking, uncached, queue_s, own_s, extra_s, weight, total)
+            if self._pulls.enabled:
+                quote = self._with_pull(quote, entry, needed_s, now)
+            quotes.append(quote)
         quotes.sort(key=_total)
         self._break_tie(request.id, quotes)
         return quotes
+
+    def _with_pull(self, quote: Quote, entry: Entry, needed_s: float | None, now: float) -> Quote:
+        """The same candidate with a prefix copied to it first, if that is faster. ``needed_s``:
+        GPU time that is no extra; None: that at the smallest degree with the same prefix."""
+        candidate, request = quote.lane.candidate, entry.request
+        block_tokens = candidate.pool.block_tokens
+        usable, least = usable_blocks(request, block_tokens), self._membership.least_degree
+        pull = self._pulls.find(request, self.match(entry), candidate, usable, now)
+        if pull is None or least is None:
+            return quote
+        cached = pull.depth * block_tokens
+        uncached = max(1, request.input_tokens - cached)
+        service_s = self._model.service_s(candidate.degree, uncached, cached) + pull.seconds
+        if service_s >= quote.service_s:
+            return quote
+        if needed_s is None:
+            needed_s = least * self._model.service_s(least, uncached, cached)
+        extra_s = candidate.degree * service_s - needed_s
+        total = quote.queue_s + self._policy.beta * service_s + self._policy.lam * extra_s
+        # After the pull one rank holds all of it; the others take over what they lack.
+        lacking = cached - min(self.match(entry).common(candidate.ranks) * block_tokens, cached)
+        reconcile = lacking if candidate.degree > 1 else 0
+        return Quote(
+            quote.lane,
+            cached,
+            reconcile,
+            uncached,
+            quote.queue_s,
+            service_s,
+            extra_s,
+            self._policy.lam,
+            total,
+            pull,
+        )
+
+    def _stored_tokens(self, entry: Entry, lanes: Iterable[Lane]) -> int:
+        """The longest prefix that a candidate has, without what is on its way."""
+        match = self.match(entry)
+        return max(
+            (
+                min(match.longest(c.ranks), usable_blocks(entry.request, c.pool.block_tokens))
+                * c.pool.block_tokens
+                for c in (lane.candidate for lane in lanes)
+            ),
+            default=0,
+        )
 
     def _break_tie(self, request: RequestId, quotes: list[Quote]) -> None:
         """Bring one of the near-equal best to the front, another one for another request.
@@ -152,9 +242,11 @@ class Placement:
             }
             quotes.insert(0, quotes.pop(min(draw, key=draw.__getitem__)))
 
-    def decision(self, entry: Entry, quotes: Iterable[Quote]) -> Decision:
+    def decision(
+        self, entry: Entry, quotes: Iterable[Quote], decode: DecodeId | None = None
+    ) -> Decision:
         """The record of a choice: every candidate with its terms, everyone else with a reason."""
-        beta, lam = self._policy.beta, self._policy.lam
+        beta = self._policy.beta
         return Decision(
             request_id=entry.id,
             policy=self._policy.name,
@@ -163,16 +255,24 @@ class Placement:
                     worker=quote.lane.candidate.id,
                     degree=quote.lane.candidate.degree,
                     cached_tokens=quote.cached_tokens,
+                    reconcile_tokens=quote.reconcile_tokens,
                     queue_s=quote.queue_s,
                     service_s=quote.service_s,
                     extra_gpu_s=quote.extra_gpu_s,
                     beta=beta,
-                    lam=lam,
+                    lam=quote.lam,
                     total=quote.total,
+                    pull_tokens=0 if quote.pull is None else quote.pull.tokens,
+                    pull_s=0.0 if quote.pull is None else quote.pull.seconds,
+                    extrapolated=self._model.profile.extrapolates(
+                        quote.lane.candidate.degree, quote.uncached_tokens, quote.cached_tokens
+                    ),
                 )
                 for quote in quotes
             ),
             excluded=self._excluded(entry),
+            decode=decode,
+            decodes=self._decodes.terms(),
         )
 
     def _excluded(self, entry: Entry) -> tuple[tuple[WorkerId, str], ...]:
@@ -181,9 +281,7 @@ class Placement:
             if not worker.serving:
                 reason: str | None = f"{worker.state.value}: {worker.reason}"
             else:
-                reason = entry.rules_out(worker.candidate) or too_large(
-                    entry.request, worker.candidate.pool
-                )
+                reason = self._fault(entry, worker.candidate)
             if reason is not None:
                 excluded.append((worker.id, reason))
         return tuple(excluded)

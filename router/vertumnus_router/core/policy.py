@@ -52,7 +52,14 @@ class Policy(Protocol):
 
     @property
     def counts_in_flight(self) -> bool:
-        """Whether a prefix that is being computed at a candidate counts as cached there."""
+        """Whether a prefix that is being computed at a candidate, or copied to it, counts as
+        cached there."""
+
+    @property
+    def charges_recomputing(self) -> bool:
+        """Whether GPU time counts as extra beyond what the request would need at the smallest
+        degree with the longest prefix that any candidate has, with a weight of 1 at least where
+        that is being computed at this moment; else beyond that with the prefix at hand."""
 
     def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
         """The blocks that a request may run on."""
@@ -75,6 +82,7 @@ class PaperPolicy:
     name = "paper"
     window = None
     counts_in_flight = False
+    charges_recomputing = False
 
     def __init__(self, config: PolicyConfig) -> None:
         self.beta = config.beta
@@ -96,18 +104,21 @@ class PaperPolicy:
 class LatePolicy:
     """Late binding: requests wait at the router until their worker can use them.
 
-    J = wait + s + λ·(C·s − C_min·Ê_Cmin(R, P)), λ rising with the backlog, P counting prefixes
-    that are being computed at the worker now. A worker is handed the prefill batch it can
-    start, which is one chunk of uncached tokens, and one request more, so that its next step
-    need not wait for the router.
+    J = wait + s + λ·(C·s − C_min·Ê_Cmin), λ rising with the backlog, P counting prefixes that
+    are being computed at the worker now. Ê_Cmin is with the longest prefix that any candidate
+    has, so a request pays for computing what another worker has; fully (λ = 1) where that is
+    computing it now, or a burst on one document would be computed at every worker that is free.
+    A worker is handed the prefill batch it can start, which is one chunk of uncached tokens,
+    and one request more, so that its next step need not wait for the router.
     """
 
     name = "late"
     beta = 1.0
-    counts_in_flight = True
+    charges_recomputing = True
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config: LateConfig = config.late
+        self.counts_in_flight = config.late.in_flight
         self._base_lam = config.lam
         self._backlog = 0.0
         self._observed_s: float | None = None

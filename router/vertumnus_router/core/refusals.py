@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from vertumnus_router.core.effects import Reject
-from vertumnus_router.core.events import Failure, PoolJoined, RequestFailed
+from vertumnus_router.core.events import Failure, Leg, PoolJoined, RequestFailed
 from vertumnus_router.core.requests import Entry
 from vertumnus_router.core.types import Request
 
@@ -66,8 +66,19 @@ def no_worker(entry: Entry, timeout_s: float) -> Reject:
     )
 
 
+def no_decode(entry: Entry, timeout_s: float) -> Reject:
+    return Reject(
+        entry.id,
+        503,
+        "no_decode",
+        f"No decode server was there to answer the request for {timeout_s:g} s.",
+    )
+
+
 def failed(entry: Entry, event: RequestFailed) -> Reject:
     """An attempt failed and there is not to be another."""
     status, code = _STATUS[event.failure]
+    if event.leg is Leg.DECODE:
+        code = code.replace("worker", "decode")
     attempts = f" (attempt {len(entry.tried)})" if len(entry.tried) > 1 else ""
     return Reject(entry.id, status, code, f"{event.cause}{attempts}")

@@ -1,17 +1,28 @@
 """Every request from acceptance to its end: the central queue, the phases, the reservations.
 
-A request holds a reservation exactly while it is in ``Phase.PREFILL``. ``_enter`` is the only
-place where phases change, so it is the only place where a reservation is released.
+A request holds a reservation exactly while it is in ``Phase.PREFILL``, and rooms at its decode
+server, if it has one, from its dispatch until the attempt ends or is abandoned. ``_enter`` is the
+only place where phases change, so it is the only place where either is released.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from vertumnus_router.core.decodes import Decodes
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.trie import PrefixMatch
-from vertumnus_router.core.types import BlockHash, PoolId, Request, RequestId, WorkerId
+from vertumnus_router.core.types import (
+    BlockHash,
+    DecodeId,
+    PoolId,
+    Rank,
+    Request,
+    RequestId,
+    WorkerId,
+)
 from vertumnus_router.core.workers import Candidate
 
 
@@ -19,15 +30,23 @@ class Phase(Enum):
     QUEUED = "queued"  # in the central queue, bound to no worker
     PREFILL = "prefill"  # dispatched, no first token yet
     DECODE = "decode"  # past its prefill
-    ABANDONED = "abandoned"  # its worker is lost; the end of the attempt is yet to be told
+    HANDED_OVER = "handed over"  # its decode server has the KV, no worker has it
+    ABANDONED = (
+        "abandoned"  # its worker or decode server is lost; the end of the attempt is yet to be told
+    )
     ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One live request. ``tried`` are the workers that it was dispatched to, the current one
-    included, ``unreachable`` the pools whose front did not answer; ``stranded_s`` since when no
-    serving worker could take it."""
+    """One live request.
+
+    ``candidate`` is the worker that has it, which changes when a regroup puts its ``home`` into
+    another block. ``tried`` are the workers that it was dispatched to, the current attempt's
+    included, ``failed_at`` those that it failed at, where it began and where it was then,
+    ``unreachable`` the pools whose front did not answer; ``stranded_s`` since when no serving
+    worker could take it. ``decode`` is where it holds rooms, ``failed_decodes`` where it failed.
+    """
 
     request: Request
     arrived_s: float
@@ -35,8 +54,12 @@ class Entry:
     urgency: float
     phase: Phase = Phase.QUEUED
     candidate: Candidate | None = None
+    home: Rank | None = None
+    decode: DecodeId | None = None
     tried: tuple[WorkerId, ...] = ()
+    failed_at: frozenset[WorkerId] = frozenset()
     unreachable: frozenset[PoolId] = frozenset()
+    failed_decodes: frozenset[DecodeId] = frozenset()
     failure: str | None = None
     stranded_s: float | None = None
     #: its prefill had the worker to itself: the reported time corrects the model
@@ -50,13 +73,18 @@ class Entry:
         return self.request.id
 
     @property
+    def attempt(self) -> WorkerId | None:
+        """What names the current attempt in events and effects; None while there is none."""
+        return None if self.candidate is None else self.tried[-1]
+
+    @property
     def key(self) -> tuple[int, float, int]:
         """Place in the queue: priority first, then the policy's urgency, then arrival."""
         return -self.request.priority, self.urgency, self.sequence
 
     def rules_out(self, candidate: Candidate) -> str | None:
         """Why an earlier attempt speaks against the candidate, or None."""
-        if candidate.id in self.tried:
+        if candidate.id in self.failed_at:
             return "tried before"
         if candidate.pool.pool in self.unreachable:
             return "the front of its pool could not be reached"
@@ -66,11 +94,13 @@ class Entry:
 class RequestTable:
     """The live requests. Each method is one transition; asking for a wrong one is a bug."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, decodes: Decodes) -> None:
         self._ledger = ledger
+        self._decodes = decodes
         self._entries: dict[RequestId, Entry] = {}
         self._queue: list[Entry] = []
         self._assigned: dict[WorkerId, dict[RequestId, Entry]] = {}
+        self._homed: Counter[Rank] = Counter()
         self._accepted = 0
 
     def __len__(self) -> int:
@@ -98,6 +128,20 @@ class RequestTable:
         """The requests that ``worker`` has, in prefill or past it."""
         return list(self._assigned.get(worker, {}).values())
 
+    def attached(self, pool: PoolId) -> list[Entry]:
+        """The requests that the workers of ``pool`` have, those whose worker is gone and whose
+        home is on its way to another block included."""
+        return [
+            entry
+            for mine in self._assigned.values()
+            for entry in mine.values()
+            if entry.home is not None and entry.home.pool == pool
+        ]
+
+    def homed(self, rank: Rank) -> int:
+        """How many requests, in prefill or past it, have their home at ``rank``."""
+        return self._homed[rank]
+
     def draft(self, request: Request, urgency: float, now: float) -> Entry:
         """The entry that ``admit`` would take in."""
         return Entry(request, now, self._accepted, urgency)
@@ -121,27 +165,46 @@ class RequestTable:
         self,
         entry: Entry,
         candidate: Candidate,
+        home: Rank,
         service_s: float,
         uncached_tokens: int,
         blocks: tuple[BlockHash, ...],
+        decode: DecodeId | None,
         now: float,
     ) -> None:
         """Out of the queue, onto the candidate, with a reservation of ``service_s`` that will
-        leave ``blocks`` there."""
+        leave ``blocks`` there, and rooms at ``decode``. ``home`` is a rank of the candidate."""
         self._enter(entry, Phase.PREFILL, now)
-        entry.candidate = candidate
+        entry.candidate, entry.home = candidate, home
         entry.tried += (candidate.id,)
-        self._assigned.setdefault(candidate.id, {})[entry.id] = entry
+        self._assign(entry, candidate)
         self._ledger.reserve(entry.id, candidate.id, service_s, uncached_tokens, blocks)
+        if decode is not None:
+            self._decodes.take(decode, entry.request.prompts)
+            entry.decode = decode
 
     def start_prefill(self, entry: Entry, now: float) -> None:
         self._ledger.start(entry.id, now)
 
+    def follow(self, entry: Entry, candidate: Candidate, scale: float, now: float) -> None:
+        """The home of the request serves in ``candidate`` now, which needs ``scale`` times as
+        long for what is left of the prefill."""
+        self._unassign(entry)
+        entry.candidate = candidate
+        entry.sample = False
+        self._assign(entry, candidate)
+        self._ledger.move(entry.id, candidate.id, scale, now)
+
     def finish_prefill(self, entry: Entry, now: float) -> None:
         self._enter(entry, Phase.DECODE, now)
 
+    def hand_over(self, entry: Entry, now: float) -> None:
+        """Off its worker; its decode server goes on alone."""
+        self._enter(entry, Phase.HANDED_OVER, now)
+
     def abandon(self, entry: Entry, now: float) -> None:
-        """The worker is lost; the request waits to hear how its attempt ended."""
+        """The worker or the decode server is lost; the request waits to hear how its attempt
+        ended."""
         self._enter(entry, Phase.ABANDONED, now)
 
     def requeue(self, entry: Entry, now: float) -> None:
@@ -158,10 +221,13 @@ class RequestTable:
         elif entry.phase is Phase.PREFILL:
             released = self._ledger.release(entry.id, now)
             entry.sample = released is not None and released.started and not released.shared
-        if phase is not Phase.DECODE and entry.candidate is not None:
-            self._unassign(entry, entry.candidate.id)
+        if phase is not Phase.DECODE:
+            self._unassign(entry)
+        if phase not in (Phase.DECODE, Phase.HANDED_OVER) and entry.decode is not None:
+            self._decodes.give(entry.decode, entry.request.prompts)
+            entry.decode = None
         if phase is Phase.QUEUED:
-            entry.candidate = None
+            entry.candidate = entry.home = None
             entry.sample = False
             insort(self._queue, entry, key=_key)
         entry.phase = phase
@@ -172,10 +238,23 @@ class RequestTable:
             raise ValueError(f"request {entry.id} is not queued")
         del self._queue[at]
 
-    def _unassign(self, entry: Entry, worker: WorkerId) -> None:
-        mine = self._assigned.get(worker)
-        if mine is not None and mine.pop(entry.id, None) is not None and not mine:
-            del self._assigned[worker]
+    def _assign(self, entry: Entry, candidate: Candidate) -> None:
+        self._assigned.setdefault(candidate.id, {})[entry.id] = entry
+        if entry.home is not None:
+            self._homed[entry.home] += 1
+
+    def _unassign(self, entry: Entry) -> None:
+        """Off its worker; no news for a request that is at none."""
+        if entry.candidate is None or entry.home is None:
+            return
+        mine = self._assigned.get(entry.candidate.id, {})
+        if mine.pop(entry.id, None) is None:
+            return
+        if not mine:
+            del self._assigned[entry.candidate.id]
+        self._homed[entry.home] -= 1
+        if not self._homed[entry.home]:
+            del self._homed[entry.home]
 
 
 def _key(entry: Entry) -> tuple[int, float, int]:

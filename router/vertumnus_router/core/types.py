@@ -12,6 +12,11 @@ from vertumnus_router.lattice import Block
 PoolId = NewType("PoolId", str)
 WorkerId = NewType("WorkerId", str)
 RequestId = NewType("RequestId", str)
+DecodeId = NewType("DecodeId", str)
+#: One reconfiguration: the moves that bring a pool to the composition that was asked for.
+PlanId = NewType("PlanId", str)
+#: One copy of a prefix between ranks, or one deletion of a copy.
+TransferId = NewType("TransferId", str)
 #: SGLang's chained block hash as its KV events carry it: a signed 64-bit integer.
 BlockHash = NewType("BlockHash", int)
 
@@ -35,11 +40,13 @@ def worker_id(pool: PoolId, block: Block) -> WorkerId:
 class WorkerState(Enum):
     """A worker takes requests only while SERVING.
 
-    FORMING: its ranks do not all agree on it yet.
+    FORMING: its ranks do not all agree on it yet. DRAINING: it is about to end in a move and
+    goes on with the requests that it has.
     """
 
     FORMING = "forming"
     SERVING = "serving"
+    DRAINING = "draining"
     REFUSED = "refused"
     LOST = "lost"
 
@@ -50,7 +57,8 @@ class Request:
 
     ``blocks`` are the hashes of the full KV blocks of the prompt, first to last; empty when
     the prompt could not be tokenised in time, and ``input_tokens`` is then an estimate.
-    ``output_tokens`` is the most the client allows.
+    ``output_tokens`` is the most the client allows. ``prompts``: how many the engine will run of
+    it, more than one for a batch.
     """
 
     id: RequestId
@@ -59,3 +67,4 @@ class Request:
     blocks: tuple[BlockHash, ...] = ()
     exact: bool = True
     priority: int = 0
+    prompts: int = 1

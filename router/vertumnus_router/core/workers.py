@@ -18,11 +18,16 @@ REMEMBERED_DEATHS = 32
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A block of ranks that a request could run on. ``ranks`` is its mask of rank slots."""
+    """A block of ranks that a request could run on.
+
+    ``ranks`` is its mask of rank slots, ``lives`` are the incarnations of its ranks in rank
+    order; another life is another worker of the same id.
+    """
 
     id: WorkerId
     block: Block
     ranks: int
+    lives: tuple[str, ...]
     pool: PoolJoined
 
     @property
@@ -32,14 +37,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A block that serves, or would: then ``reason`` says what keeps it from serving.
-
-    ``lives`` are the incarnations of its ranks; another life is another worker of the same id.
-    """
+    """A block that serves, or would: then ``reason`` says what keeps it from serving."""
 
     candidate: Candidate
     epoch: int
-    lives: tuple[str, ...]
     state: WorkerState
     reason: str | None = None
 
@@ -51,6 +52,11 @@ class Worker:
     def serving(self) -> bool:
         return self.state is WorkerState.SERVING
 
+    @property
+    def formed(self) -> bool:
+        """Whether it works: all its ranks agree on it and live."""
+        return self.state in (WorkerState.SERVING, WorkerState.DRAINING)
+
 
 @dataclass(slots=True)
 class RankRecord:
@@ -61,6 +67,21 @@ class RankRecord:
     report: RankReported | None = None
     lost: str | None = None
     dead: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_DEATHS))
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """These blocks take no new requests, in epochs before ``until`` (None: for now)."""
+
+    blocks: frozenset[Block] = frozenset()
+    reason: str = ""
+    until: int | None = None
+
+    def holds(self, block: Block, epoch: int) -> bool:
+        return block in self.blocks and (self.until is None or epoch < self.until)
+
+
+NO_DRAIN = Drain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +102,7 @@ def derive_workers(
     ranks: Sequence[RankRecord],
     before: Mapping[WorkerId, Worker],
     rules: Rules,
+    drain: Drain = NO_DRAIN,
 ) -> Iterator[Worker]:
     """The workers and would-be workers of a pool, in rank order."""
     claims: dict[Block, list[RankReported]] = {}
@@ -106,13 +128,15 @@ def derive_workers(
         elif len(epochs := {report.epoch for report in claimants}) > 1:
             # A new epoch of the pool that leaves this block as it is reaches its ranks one
             # heartbeat apart: a worker outlives that, a new one waits for it.
-            if old is not None and old.serving and old.lives == lives:
+            if old is not None and old.formed and old.candidate.lives == lives:
                 epoch = old.epoch
             else:
                 state = WorkerState.FORMING
                 reason = f"its ranks report epochs {', '.join(map(str, sorted(epochs)))}"
+        if state is WorkerState.SERVING and drain.holds(block, epoch):
+            state, reason = WorkerState.DRAINING, drain.reason
         mask = sum(1 << rank.slot for rank in members)
-        yield Worker(Candidate(name, block, mask, pool), epoch, lives, state, reason)
+        yield Worker(Candidate(name, block, mask, lives, pool), epoch, state, reason)
 
 
 def _rivals(block: Block, ranks: Sequence[RankRecord]) -> list[RankReported]:

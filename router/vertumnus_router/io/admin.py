@@ -12,11 +12,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from vertumnus_router.core.effects import Decision
-from vertumnus_router.core.snapshot import WorkerSnapshot
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.asgi import App, ClientGone, Receive, Scope, Send, read_body
 from vertumnus_router.io.client_request import endpoint_of, parse
+from vertumnus_router.io.composition import (
+    composition,
+    decode_contents,
+    reconfigure,
+    worker_content,
+)
 from vertumnus_router.io.operators import require_operator
+from vertumnus_router.io.prefixes import prefixes, reclaim, replicate
 from vertumnus_router.io.router import Router
 
 _JSON = "application/json"
@@ -82,7 +88,10 @@ def _admin(router: Router) -> FastAPI:
         found = router.core.workers(router.clock.now())
         return _json(
             {
-                "workers": [_worker(worker) for worker in found],
+                "workers": [
+                    *(worker_content(worker) for worker in found),
+                    *decode_contents(router),
+                ],
                 "queued": router.core.queued_count,
                 "pending": router.core.pending_count,
                 "pools": [
@@ -115,8 +124,30 @@ def _admin(router: Router) -> FastAPI:
                 "exact": described.exact,
                 "blocks": len(described.blocks),
                 **_decision(decision),
+                "ttft": router.metrics.recent_splits.content(),
+                **(_pairing(decision) if router.model.prefill_only else {}),
             }
         )
+
+    @app.get("/vertumnus/composition")
+    async def composition_now() -> Response:
+        return _json(await composition(router))
+
+    @app.post("/vertumnus/reconfigure")
+    async def reconfigure_pool(request: Request) -> Response:
+        return _json(await reconfigure(router, request))
+
+    @app.get("/vertumnus/prefixes")
+    async def prefixes_now(request: Request) -> Response:
+        return _json(prefixes(router, request))
+
+    @app.post("/vertumnus/replicate")
+    async def replicate_prefix(request: Request) -> Response:
+        return _json(await replicate(router, request))
+
+    @app.post("/vertumnus/reclaim")
+    async def reclaim_prefix(request: Request) -> Response:
+        return _json(await reclaim(router, request))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -194,27 +225,9 @@ def _object(body: bytes) -> dict[str, Any]:
     return content
 
 
-def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
-    return {
-        "id": worker.id,
-        "pool": worker.pool,
-        "degree": worker.degree,
-        "ranks": [rank.index for rank in worker.ranks],
-        "epoch": worker.epoch,
-        "state": worker.state.value,
-        "reason": worker.reason,
-        "queue_s": worker.queue_s,
-        "requests": len(worker.requests),
-        "cached_blocks": worker.cached_blocks,
-        "rank_blocks": list(worker.rank_blocks),
-        "running_requests": worker.running_requests,
-        "waiting_requests": worker.waiting_requests,
-        "rank_kv_used_tokens": list(worker.rank_kv_used_tokens),
-    }
-
-
 def _decision(decision: Decision) -> dict[str, Any]:
-    """Every candidate with its terms, best first: total = queue + β·service + λ·extra."""
+    """Every candidate with its terms, best first: total = queue + β·service + λ·extra. A pull is
+    part of the service."""
     return {
         "policy": decision.policy,
         "choice": decision.chosen.worker if decision.candidates else None,
@@ -223,8 +236,12 @@ def _decision(decision: Decision) -> dict[str, Any]:
                 "worker": terms.worker,
                 "degree": terms.degree,
                 "cached_tokens": terms.cached_tokens,
+                "reconcile_tokens": terms.reconcile_tokens,
+                "pull_tokens": terms.pull_tokens,
+                "pull_s": terms.pull_s,
                 "queue_s": terms.queue_s,
                 "service_s": terms.service_s,
+                "extrapolated": terms.extrapolated,
                 "extra_gpu_s": terms.extra_gpu_s,
                 "beta": terms.beta,
                 "lambda": terms.lam,
@@ -234,6 +251,22 @@ def _decision(decision: Decision) -> dict[str, Any]:
             for terms in decision.candidates
         ],
         "excluded": [{"worker": worker, "reason": reason} for worker, reason in decision.excluded],
+    }
+
+
+def _pairing(decision: Decision) -> dict[str, Any]:
+    """The decode server that would be taken, and all of them."""
+    return {
+        "decode": decision.decode,
+        "decodes": [
+            {
+                "decode": terms.decode,
+                "load": terms.rooms,
+                "limit": terms.limit,
+                "doubted": terms.doubted,
+            }
+            for terms in decision.decodes
+        ],
     }
 
 

@@ -46,6 +46,17 @@ class ApiError(Exception):
         )
 
 
+class NotDone(ApiError):
+    """409: what an operator ordered was not done, or not all of it. ``content`` says what was."""
+
+    def __init__(self, code: str, message: str, content: dict[str, Any]) -> None:
+        super().__init__(409, code, message)
+        self.content = content
+
+    def body(self) -> bytes:
+        return orjson.dumps({**orjson.loads(super().body()), **self.content})
+
+
 def error_type(status: int) -> str:
     """OpenAI's name for a family of statuses."""
     if status >= 500:

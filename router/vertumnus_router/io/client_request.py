@@ -104,6 +104,43 @@ def prompt_count(endpoint: Endpoint, fields: dict[str, Any]) -> int | None:
     return len(prompt)
 
 
+def check_pairable(asked: ClientRequest) -> None:
+    """``ApiError`` 400 for what SGLang cannot do with prefill and decode apart."""
+    sampling = _sampling(asked.fields) if asked.endpoint is Endpoint.GENERATE else asked.fields
+    n = sampling.get("n")
+    if n is not None and not (type(n) is int and n == 1):
+        # TokenizerManager._handle_batch_request gives all samples of a prompt the same room.
+        # Only the 1 itself is sure to be read as one: SGLang takes "2" and 2.0 for 2.
+        raise ApiError(
+            400,
+            "unsupported_with_decode_servers",
+            "n other than the integer 1 does not work with separate decode servers: send the "
+            "request once for each answer",
+            param="n",
+        )
+    echoes = asked.endpoint is Endpoint.COMPLETIONS and asked.fields.get("echo")
+    if echoes and asked.fields.get("logprobs"):
+        raise ApiError(
+            400,
+            "unsupported_with_decode_servers",
+            "echo with logprobs does not work with separate decode servers: ask /generate, with "
+            "return_logprob and logprob_start_len",
+            param="echo",
+        )
+
+
+def wants_prompt_logprobs(asked: ClientRequest) -> bool:
+    """Whether the answer contains log-probabilities of the prompt's tokens."""
+    if asked.endpoint is not Endpoint.GENERATE:
+        return False
+    wanted, starts = asked.fields.get("return_logprob"), asked.fields.get("logprob_start_len")
+    starts = starts if isinstance(starts, list) else [starts]
+    if isinstance(wanted, list):
+        wanted = any(wanted)
+    # Without a start SGLang gives those of the answer only.
+    return bool(wanted) and any(_number(start) >= 0 for start in starts)
+
+
 def _require_prompt(endpoint: Endpoint, fields: dict[str, Any]) -> None:
     match endpoint:
         case Endpoint.CHAT:
@@ -132,6 +169,15 @@ def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _integer(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _number(value: Any) -> float:
+    """A number as SGLang reads it, which also takes 0.0, "0" and False for 0; -1 for anything
+    else. What is not whole is refused there, and need not be told apart here."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else -1
+    except (ValueError, OverflowError):
+        return -1
 
 
 def _positive(value: Any) -> int | None:

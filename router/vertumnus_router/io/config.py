@@ -19,7 +19,9 @@ class Limits:
 
     ``tokenize_s``: after that a prompt is estimated. ``warm_s``: how long readiness waits for
     the prefix index of pools that have joined. ``stop_s``: how long streams may go on after
-    SIGTERM. ``probe_s``: how often a pool's front is asked whether it lives.
+    SIGTERM. ``probe_s``: how often a pool's front is asked whether it lives; decode servers are
+    asked every second, or as often. ``pull_s``: how long a request waits for the copy of cached
+    KV that goes before it.
     """
 
     body_bytes: int = 64 * 1024 * 1024
@@ -28,6 +30,7 @@ class Limits:
     connect_s: float = 5.0
     warm_s: float = 30.0
     stop_s: float = 30.0
+    pull_s: float = 2.0
     probe_s: float = 2.0
 
     def __post_init__(self) -> None:
@@ -38,12 +41,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """``profile`` is the name of a shipped profile or the path of a file. ``control_key`` is
-    sent to the fronts as a bearer token with commands (aborts), and lets clients on other hosts
-    give commands of operators. ``tokenizer_path`` replaces the
-    path that the pools name. ``ready_file`` is written once the router listens."""
+    """``decode_urls`` are the decode servers of pools that prefill only. ``profile`` is the name of
+    a shipped profile or the path of a file. ``control_key`` is sent to the fronts as a bearer token
+    with commands (aborts), and lets clients on other hosts give commands of operators.
+    ``tokenizer_path`` replaces the path that the pools name. ``ready_file`` is written once the
+    router listens."""
 
     pool_urls: tuple[str, ...]
+    decode_urls: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -56,18 +61,24 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.pool_urls:
             raise ConfigError("pool_urls: name at least one pool, such as http://127.0.0.1:30000")
-        for url in self.pool_urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(f"pool_urls: {url!r} is not an http:// or https:// URL")
-        if len({url.rstrip("/") for url in self.pool_urls}) != len(self.pool_urls):
-            raise ConfigError("pool_urls: a pool is named twice")
+        check_urls("pool_urls", self.pool_urls, "pool")
+        check_urls("decode_urls", self.decode_urls, "decode server")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port}: must be 0 (any free one) to 65535")
 
     def describe(self) -> str:
         """One setting a line, nested ones dotted, secrets masked."""
         return "\n".join(_lines(self, ""))
+
+
+def check_urls(name: str, urls: tuple[str, ...], what: str) -> None:
+    """``ConfigError`` unless they are URLs of different servers."""
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{name}: {url!r} is not an http:// or https:// URL")
+    if len({url.rstrip("/") for url in urls}) != len(urls):
+        raise ConfigError(f"{name}: a {what} is named twice")
 
 
 def _lines(value: Any, prefix: str) -> list[str]:

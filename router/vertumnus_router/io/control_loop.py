@@ -1,17 +1,32 @@
-"""Drive the control plane: events in, effects out to the requests that they concern."""
+"""Drive the control plane: events in, effects out to whom they concern."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from vertumnus_router.clock import Clock
-from vertumnus_router.core.effects import Effect
+from vertumnus_router.core.effects import (
+    Abort,
+    Copy,
+    Dispatch,
+    Effect,
+    PlanEnded,
+    Reclaim,
+    Regroup,
+    Reject,
+    TransferRefused,
+)
 from vertumnus_router.core.events import Event, Tick
 from vertumnus_router.core.types import RequestId
+from vertumnus_router.core.verdict import Verdict
+from vertumnus_router.io.verdicts import log_verdict
 
 #: While requests wait, and while none does.
 _BUSY_TICK_S = 0.1
 _IDLE_TICK_S = 1.0
+#: Between two slices of a scan of the prefix index.
+_SCAN_TICK_S = 0.01
 
 
 class Core(Protocol):
@@ -20,15 +35,37 @@ class Core(Protocol):
     @property
     def queued_count(self) -> int: ...
 
+    @property
+    def scanning(self) -> bool:
+        """Whether a scan of the prefix index is in progress: each ``Tick`` does a slice of it."""
+
     def on_event(self, event: Event, now: float) -> list[Effect]: ...
 
 
-class ControlLoop:
-    """The only caller of ``on_event``. All on one event loop, so events are in order."""
+#: What is carried out for nobody's request.
+Order = Regroup | PlanEnded | Copy | Reclaim | TransferRefused
 
-    def __init__(self, core: Core, clock: Clock) -> None:
+
+class ControlLoop:
+    """The only caller of ``on_event``. All on one event loop, so events are in order.
+
+    ``command`` and ``pull`` carry out what concerns pools and their caches, and return at once. A
+    pull is begun here, not by the request that waits for it: its end has to be told, whatever
+    becomes of the request.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        clock: Clock,
+        *,
+        command: Callable[[Order], None],
+        pull: Callable[[Copy], None],
+    ) -> None:
         self._core = core
         self._clock = clock
+        self._command = command
+        self._pull = pull
         self._owners: dict[RequestId, Callable[[Effect], None]] = {}
         self._busy = asyncio.Event()
 
@@ -42,9 +79,17 @@ class ControlLoop:
     def feed(self, event: Event) -> None:
         """Take in one event and hand out what follows from it."""
         for effect in self._core.on_event(event, self._clock.now()):
-            deliver = self._owners.get(effect.request_id)
-            if deliver is not None:
-                deliver(effect)
+            match effect:
+                case Regroup() | PlanEnded() | Copy() | Reclaim() | TransferRefused():
+                    self._command(effect)
+                case Verdict():
+                    log_verdict(effect)
+                case Dispatch() | Reject() | Abort():
+                    if isinstance(effect, Dispatch) and effect.pull is not None:
+                        self._pull(effect.pull)
+                    deliver = self._owners.get(effect.request_id)
+                    if deliver is not None:
+                        deliver(effect)
         if self._core.queued_count:
             self._busy.set()
 
@@ -53,16 +98,27 @@ class ControlLoop:
             self.feed(event)
 
     async def tick(self) -> None:
-        """Tell the core that time passes, faster while requests wait. Never returns."""
-        while True:
-            if self._core.queued_count:
-                await self._clock.sleep(_BUSY_TICK_S)
-            else:
-                self._busy.clear()
-                try:
-                    async with asyncio.timeout(_IDLE_TICK_S):
-                        await self._busy.wait()
-                    continue
-                except TimeoutError:
-                    pass
-            self.feed(Tick())
+        """Tell the core that time passes, faster while requests wait or a scan is in progress.
+        Never returns."""
+        try:
+            while True:
+                await self._pause()
+                self.feed(Tick())
+                # What a scan makes, it keeps to its end and leaves no garbage. To look for some in
+                # hundreds of thousands of objects would stop the event loop for 100 ms.
+                (gc.disable if self._core.scanning else gc.enable)()
+        finally:
+            gc.enable()
+
+    async def _pause(self) -> None:
+        if self._core.scanning:
+            await self._clock.sleep(_SCAN_TICK_S)
+            return
+        if not self._core.queued_count:
+            self._busy.clear()
+            try:
+                async with asyncio.timeout(_IDLE_TICK_S):
+                    await self._busy.wait()
+            except TimeoutError:
+                return
+        await self._clock.sleep(_BUSY_TICK_S)

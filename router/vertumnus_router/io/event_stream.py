@@ -1,17 +1,17 @@
 """Put one rank's KV event batches in order: sequence check, replay on a gap, reset when lost.
 
 Pure: batches and answers go in, index events come out. SGLang numbers batches from 0 in each
-life of a rank and keeps the last ``buffer_steps`` of them for replay; there is no snapshot
-and no incarnation in the stream itself.
+life of a rank and keeps the last ``buffer_steps`` of them for replay; there is no incarnation in
+the stream itself. What is lost beyond that, the rank has to publish once more.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vertumnus_router.core.events import Event, IndexReset
+from vertumnus_router.core.events import BlocksStored, Event, IndexReset
 from vertumnus_router.core.types import Rank
-from vertumnus_router.io.kv_batch import Batch, index_events
+from vertumnus_router.io.kv_batch import AllBlocksCleared, Batch, index_events
 
 #: Replays asked in vain before the missing batches are given up.
 _REPLAY_ATTEMPTS = 3
@@ -39,13 +39,17 @@ class EventStream:
     ``replay_from`` is the sequence number that should be asked for, None when nothing is
     missing. The owner asks, hands in every answer and then calls ``replay_ended`` (the end
     marker came) or ``replay_failed`` (it did not).
+
+    ``losses`` counts how often batches were lost for good. While ``is_incomplete``, the owner has
+    the rank publish all its blocks again, and says by ``refilled`` how many there are.
     """
 
     def __init__(self, rank: Rank, block_tokens: int) -> None:
         self.rank = rank
         self.counters = StreamCounters()
         self.replay_from: int | None = None
-        self.warm = False
+        self.losses = 0
+        self.stored_blocks = 0
         self._block_tokens = block_tokens
         self._next = 0
         self._newest_ts = float("-inf")
@@ -53,6 +57,36 @@ class EventStream:
         self._attempts = 0
         self._replay_begun = False
         self._torn_at: int | None = None
+        self._read = False
+        #: how many blocks must have been stored for all to be known; None: nobody knows
+        self._complete_at: int | None = 0
+
+    @property
+    def batches(self) -> int:
+        """How many batches the rank had published when it was as this stream knows it."""
+        return self._next
+
+    @property
+    def warm(self) -> bool:
+        """Whether what the rank holds is known."""
+        return (
+            self._read and self._complete_at is not None and self.stored_blocks >= self._complete_at
+        )
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether blocks are missing that nobody is going to publish, and no replay runs."""
+        return self._complete_at is None and self.replay_from is None
+
+    def refilled(self, losses: int, stored_blocks: int, blocks: int) -> None:
+        """The rank publishes all ``blocks`` that it holds, after ``stored_blocks`` as they were
+        counted here. Nothing is gained if there were further ``losses`` since."""
+        if losses == self.losses and self._complete_at is None:
+            self._complete_at = stored_blocks + blocks
+
+    def forgo(self) -> None:
+        """The rank cannot publish its blocks again: what is known is all there is to know."""
+        self._complete_at = 0
 
     def start(self) -> None:
         """Ask for everything the rank still remembers and this stream has not read."""
@@ -63,6 +97,7 @@ class EventStream:
         self._held.clear()
         events = self._reset(cause, next_seq=0)
         self._attempts = 0
+        self._complete_at = 0
         self._want_replay(0)
         return events
 
@@ -90,7 +125,7 @@ class EventStream:
             # The publisher's socket dropped part of the answer: ask again from the hole.
             self._torn_at = seq
             return []
-        events = self._reset(
+        events = self._lose(
             f"the replay buffer has wrapped: batch {self._next} asked, oldest is {seq}", seq
         )
         return events + self._apply(batch)
@@ -107,7 +142,7 @@ class EventStream:
             return self._skip_to(self._torn_at, "the replay has a hole")
         events = self._release_held()
         if self.replay_from is None:
-            self.warm = True
+            self._read = True
         return events
 
     def replay_failed(self) -> list[Event]:
@@ -119,9 +154,11 @@ class EventStream:
             self._want_replay(self._next)
             return []
         self._attempts = 0
-        self.warm = True
-        if not self._held:
+        if not self._held and self._read:
             return []
+        self._read = True
+        if not self._held:
+            return self._lose("no replay came", self._next)
         return self._skip_to(self._held[0][0], "batches were lost and no replay came")
 
     def _release_held(self) -> list[Event]:
@@ -153,15 +190,25 @@ class EventStream:
         return []
 
     def _skip_to(self, seq: int, cause: str) -> list[Event]:
-        events = self._reset(cause, seq)
+        events = self._lose(cause, seq)
         return events + self._release_held()
+
+    def _lose(self, cause: str, next_seq: int) -> list[Event]:
+        """Batches are gone for good: of what the rank holds, only the news are known."""
+        self.losses += 1
+        self._complete_at = None
+        return self._reset(cause, next_seq)
 
     def _apply(self, batch: Batch) -> list[Event]:
         self._next += 1
         self._attempts = 0
         self._newest_ts = max(self._newest_ts, batch.ts)
         self.counters.skipped_events += batch.skipped
-        return index_events(self.rank, batch, self._block_tokens)
+        if any(isinstance(event, AllBlocksCleared) for event in batch.events):
+            self._complete_at = 0  # what was missing is gone, too
+        events = index_events(self.rank, batch, self._block_tokens)
+        self.stored_blocks += sum(len(e.blocks) for e in events if isinstance(e, BlocksStored))
+        return events
 
     def _reset(self, cause: str, next_seq: int) -> list[Event]:
         self.counters.resets += 1

@@ -7,12 +7,15 @@ byte of an answer, so until then an attempt can fail and another one follow.
 
 import asyncio
 import logging
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 from vertumnus_router.clock import Clock
-from vertumnus_router.core.effects import Abort, Dispatch, Effect, Reject
+from vertumnus_router.core.effects import Abort, Copy, Dispatch, Effect, Pairing, Reject
 from vertumnus_router.core.events import (
     Failure,
+    HandedOver,
+    Leg,
     PrefillFinished,
     PrefillStarted,
     RequestArrived,
@@ -20,13 +23,23 @@ from vertumnus_router.core.events import (
     RequestFailed,
     RequestFinished,
 )
-from vertumnus_router.core.types import PoolId, Request, RequestId
+from vertumnus_router.core.types import Request, RequestId
+from vertumnus_router.io.answers import failure_of, in_words
 from vertumnus_router.io.api_errors import ApiError, in_openai_shape
 from vertumnus_router.io.asgi import Headers, Receive, Send, respond, respond_error
 from vertumnus_router.io.control_loop import ControlLoop
-from vertumnus_router.io.forwarding import engine_rid, engine_rids, routing, to_client
+from vertumnus_router.io.engines import Engines
+from vertumnus_router.io.forwarding import (
+    engine_rid,
+    engine_rids,
+    paired_bodies,
+    routing,
+    to_client,
+)
 from vertumnus_router.io.mailbox import Mailbox
 from vertumnus_router.io.metrics import RouterMetrics
+from vertumnus_router.io.pair import Arrived, LegFailed, Pair
+from vertumnus_router.io.ttft import Marks
 from vertumnus_router.io.upstream import Body, Broken, Call, End, Front, Head, Message
 from vertumnus_router.protocol import PrefillDone
 
@@ -43,17 +56,11 @@ class Gone:
     """The client closed its connection."""
 
 
-class Fronts(Protocol):
-    """Where attempts are sent."""
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What ``dispatch`` pulls is there, or is not waited for any longer."""
 
-    def front(self, pool: PoolId) -> Front | None:
-        """The front of a pool, None if it has left."""
-
-    def suspect(self, pool: PoolId) -> None:
-        """The front did not answer: look at once whether it is still there."""
-
-    def abort(self, pool: PoolId, rids: list[str]) -> None:
-        """Tell the engine to stop these; returns at once."""
+    dispatch: Dispatch
 
 
 class Exchange:
@@ -64,13 +71,14 @@ class Exchange:
         *,
         request: Request,
         engine_items: int | None,
+        merges_logprobs: bool,
         arrived_s: float,
         target: bytes,
         body: bytes,
         headers: Headers,
         client_id: bytes,
         control: ControlLoop,
-        fronts: Fronts,
+        engines: Engines,
         metrics: RouterMetrics,
         clock: Clock,
         receive: Receive,
@@ -78,26 +86,30 @@ class Exchange:
     ) -> None:
         self.request = request
         self.dispatch: Dispatch | None = None
-        self.mailbox: Mailbox[Effect | Message | Gone] = Mailbox()
+        self.mailbox: Mailbox[Effect | Message | Arrived | LegFailed | Pulled | Gone] = Mailbox()
         self._engine_items = engine_items
+        self._merges_logprobs = merges_logprobs
         self._arrived_s = arrived_s
         self._target = target
         self._body = body
         self._headers = headers
         self._client_id = client_id
         self._control = control
-        self._fronts = fronts
+        self._engines = engines
         self._metrics = metrics
         self._clock = clock
         self._receive = receive
         self._send = send
-        self._call: Call | None = None
+        self._call: Call | Pair | None = None
+        #: what the current attempt waits for before it is sent
+        self._pull: Copy | None = None
+        self._marks = Marks(arrived_s)
         self._status = 0
         self._answer_headers: Headers = []
         self._error_body = b""
         self._streamed = False
         self._is_event_stream = False
-        self._prefilled = 0
+        self._prefilled: set[str] = set()
         self._over = False
         self._started = False
 
@@ -130,19 +142,25 @@ class Exchange:
     # -- what the pool's reports say ----------------------------------------------------------
 
     def prefill_started(self) -> None:
-        if self.dispatch is not None:
-            self._control.feed(PrefillStarted(self.id, self.dispatch.worker))
+        dispatch = self.dispatch
+        if dispatch is not None:
+            if self._marks.started_s is None:
+                self._marks.started_s = self._clock.now()
+            self._control.feed(PrefillStarted(self.id, dispatch.worker, dispatch.attempt))
 
     def prefill_done(self, done: PrefillDone) -> None:
         """The engine's count for the request, or for one prompt of its batch: only a request
-        of one prompt says anything about the prediction."""
+        of one prompt says anything about the prediction. The first count of each is the one: a
+        request that a merge has retracted is prefilled again, with its own output."""
         dispatch = self.dispatch
-        if dispatch is None:
+        if dispatch is None or done.rid in self._prefilled:
             return
-        self._prefilled += 1
+        self._prefilled.add(done.rid)
+        if len(self._prefilled) == (self._engine_items or 1):
+            self._marks.prefilled_s = self._clock.now()
         if self._engine_items is not None:
-            if self._prefilled == self._engine_items:
-                self._control.feed(PrefillFinished(self.id, dispatch.worker))
+            if len(self._prefilled) == self._engine_items:
+                self._feed_prefilled(dispatch)
             return
         chosen = dispatch.decision.chosen
         if self.request.exact and done.input_tokens != self.request.input_tokens:
@@ -153,24 +171,38 @@ class Exchange:
             input_tokens=done.input_tokens,
             compute_s=done.compute_s,
         )
+        self._feed_prefilled(dispatch, done)
+
+    def _feed_prefilled(self, dispatch: Dispatch, done: PrefillDone | None = None) -> None:
+        cached = None if done is None else done.cached_tokens
+        compute_s = None if done is None else done.compute_s
         self._control.feed(
-            PrefillFinished(self.id, dispatch.worker, done.cached_tokens, done.compute_s)
+            PrefillFinished(self.id, dispatch.worker, cached, compute_s, dispatch.attempt)
         )
 
     # -- everything that can happen ------------------------------------------------------------
 
-    async def _take(self, message: Effect | Message | Gone) -> None:
+    async def _take(self, message: Effect | Message | Arrived | LegFailed | Pulled | Gone) -> None:
         match message:
             case Dispatch():
                 self._attempt(message)
-            case Abort(worker=worker):
-                if self.dispatch is not None and self.dispatch.worker == worker:
-                    self._aborted()
+            case Abort(worker=worker, attempt=attempt, leg=leg):
+                now = self.dispatch
+                if now is not None and (now.worker, now.attempt) == (worker, attempt):
+                    self._aborted(leg)
+            case Pulled(dispatch=dispatch):
+                if self._pull is not None and dispatch is self.dispatch:
+                    self._pull = None
+                    self._marks.pulled_s = self._clock.now()
+                    self._metrics.pull_waited(self._marks.pull_s)
+                    self._forward(dispatch)
             case Reject():
                 await self._rejected(message)
             case Gone():
                 self._cancel("cancelled")
-            case Head() | Body() | End() | Broken() if message.call is not self._call:
+            case Head() | Body() | End() | Broken() | Arrived() | LegFailed() if (
+                message.call is not self._call
+            ):
                 pass  # of an attempt that is no longer wanted
             case Head():
                 self._begun(message)
@@ -181,25 +213,94 @@ class Exchange:
             case Broken():
                 self._call = None
                 if self.dispatch is not None:
-                    self._fronts.suspect(self.dispatch.pool)
+                    self._engines.suspect(self.dispatch.pool)
                 failure = Failure.DISCONNECTED if message.connected else Failure.UNREACHABLE
                 self._failed(failure, message.cause)
+            case Arrived():
+                self._kv_arrived()
+            case LegFailed():
+                self._leg_failed(message)
 
     def _attempt(self, dispatch: Dispatch) -> None:
         self._drop_call()
         self.dispatch = dispatch
         self._status, self._answer_headers, self._error_body = 0, [], b""
-        self._prefilled = 0
+        self._prefilled = set()
+        self._marks = Marks(self._clock.now())
         log.debug("dispatch %s", dispatch)
         waited_s = self._clock.now() - self._arrived_s
         self._metrics.dispatched(dispatch.decision.chosen, dispatch.attempt, waited_s)
-        front = self._fronts.front(dispatch.pool)
+        self._pull = dispatch.pull
+        if self._pull is not None:
+            ready = partial(self.mailbox.put, Pulled(dispatch))
+            self._engines.when_pulled(self._pull.transfer, ready)
+            return
+        self._forward(dispatch)
+
+    def _forward(self, dispatch: Dispatch) -> None:
+        """Send the attempt, whatever has become of its pull."""
+        front = self._engines.front(dispatch.pool)
         if front is None:
             self._failed(Failure.WORKER_LOST, f"pool {dispatch.pool} has left")
             return
         rid = engine_rid(self.id, dispatch.attempt)
-        headers = [*self._headers, *routing(dispatch.leader.index, rid, self._client_id)]
+        headers = [*self._headers, *routing(dispatch.home.index, rid, self._client_id)]
+        if dispatch.pair is not None:
+            self._attempt_pair(dispatch, dispatch.pair, front, headers, rid)
+            return
         self._call = front.send(front.post(self._target, headers, self._body), self.mailbox.put)
+
+    def _attempt_pair(
+        self, dispatch: Dispatch, pair: Pairing, front: Front, headers: Headers, rid: str
+    ) -> None:
+        """Send both legs."""
+        decode = self._engines.decode(pair.decode)
+        port = self._engines.bootstrap_port(dispatch.pool)
+        if decode is None or port is None:
+            cause = f"decode server {pair.decode} has left"
+            self._failed(Failure.WORKER_LOST, cause, Leg.DECODE)
+            return
+        prefill_body, decode_body = paired_bodies(
+            self._body,
+            host=front.host,
+            port=port,
+            room=pair.room,
+            home=dispatch.home.index,
+            rid=rid,
+        )
+        decode_headers = [*self._headers, (b"x-request-id", self._client_id)]
+        rids = engine_rids(rid, self._engine_items)
+        self._call = Pair(
+            deliver=self.mailbox.put,
+            tell_prefill=lambda: self._engines.abort(dispatch.pool, rids),
+            tell_decode=lambda: self._engines.abort_decode(pair.decode, rids),
+            merges=self._merges_logprobs,
+        )
+        self._call.start(
+            front,
+            front.post(self._target, headers, prefill_body),
+            decode,
+            decode.post(self._target, decode_headers, decode_body),
+        )
+
+    def _kv_arrived(self) -> None:
+        dispatch = self.dispatch
+        assert dispatch is not None
+        self._marks.arrived_s = self._clock.now()
+        self._control.feed(HandedOver(self.id, dispatch.worker, dispatch.attempt))
+
+    def _leg_failed(self, failed: LegFailed) -> None:
+        self._call = None
+        self._status, self._error_body = failed.status, failed.body
+        dispatch = self.dispatch
+        assert dispatch is not None and dispatch.pair is not None
+        self._metrics.leg_failed(failed.leg.value, failed.failure.value)
+        if failed.failure in (Failure.UNREACHABLE, Failure.DISCONNECTED):
+            if failed.leg is Leg.DECODE:
+                self._engines.suspect_decode(dispatch.pair.decode)
+            else:
+                self._engines.suspect(dispatch.pool)
+        self._failed(failed.failure, f"{failed.leg.value}: {failed.cause}", failed.leg)
 
     def _begun(self, head: Head) -> None:
         self._status, self._answer_headers = head.status, head.headers
@@ -227,9 +328,14 @@ class Exchange:
             name == b"content-type" and value.startswith(_EVENTS) for name, value in headers
         )
         if self._is_event_stream:
-            self._metrics.first_byte(dispatch.decision.chosen, self._clock.now() - self._arrived_s)
+            now = self._clock.now()
+            self._metrics.first_byte(dispatch.decision.chosen, now - self._arrived_s)
+            if dispatch.pair is not None or dispatch.pull is not None:
+                handed_over = dispatch.pair is not None
+                split = self._marks.split(self._arrived_s, now, handed_over=handed_over)
+                self._metrics.ttft_split(split)
         if not self._prefilled:
-            self._control.feed(PrefillFinished(self.id, dispatch.worker))
+            self._feed_prefilled(dispatch)
         self._started = True
         await self._send(
             {
@@ -248,25 +354,24 @@ class Exchange:
             self._control.feed(RequestFinished(self.id))
             await self._send({"type": "http.response.body", "body": b""})
             return
-        reason = self._error_body.decode("utf-8", "replace").strip()
-        cause = f"the engine answered {self._status}: {reason[:500]}"
-        if self._status in (429, 503):
-            self._failed(Failure.OVERLOADED, cause)
-        elif self._status >= 500:
-            self._failed(Failure.SERVER_ERROR, cause)
-        else:
-            self._failed(Failure.CLIENT_ERROR, cause)
+        self._failed(failure_of(self._status), in_words(self._status, self._error_body))
 
-    def _failed(self, failure: Failure, cause: str) -> None:
+    def _failed(self, failure: Failure, cause: str, leg: Leg = Leg.PREFILL) -> None:
         """The attempt is over; the control plane answers with another one or a ``Reject``."""
         self._metrics.attempt_failed(failure.value)
-        worker = None if self.dispatch is None else self.dispatch.worker
-        self._control.feed(RequestFailed(self.id, failure, cause, self._streamed, worker))
+        now = self.dispatch
+        worker, attempt = (None, None) if now is None else (now.worker, now.attempt)
+        self._control.feed(
+            RequestFailed(self.id, failure, cause, self._streamed, worker, attempt, leg)
+        )
 
-    def _aborted(self) -> None:
-        """The worker is lost: what it still might say is not wanted."""
+    def _aborted(self, leg: Leg) -> None:
+        """The worker or the decode server is lost: what they still might say is not wanted."""
+        if isinstance(self._call, Pair):
+            self._metrics.leg_failed(leg.value, Failure.WORKER_LOST.value)
         self._drop_call()
-        self._failed(Failure.WORKER_LOST, "the worker was lost while it had the request")
+        who = "worker" if leg is Leg.PREFILL else "decode server"
+        self._failed(Failure.WORKER_LOST, f"the {who} was lost while it had the request", leg)
 
     async def _rejected(self, reject: Reject) -> None:
         engine_said = 400 <= self._status < 500 and self._status != 429 and self._error_body
@@ -300,12 +405,14 @@ class Exchange:
     def _drop_call(self) -> None:
         """Close the connection of the attempt, and tell the engine in case that is not enough:
         it looks for closed connections only every few seconds."""
-        call, self._call = self._call, None
+        call, self._call, self._pull = self._call, None, None
         if call is None or self.dispatch is None:
             return
         call.abandon()
+        if isinstance(call, Pair):
+            return  # it tells both engines itself
         rid = engine_rid(self.id, self.dispatch.attempt)
-        self._fronts.abort(self.dispatch.pool, engine_rids(rid, self._engine_items))
+        self._engines.abort(self.dispatch.pool, engine_rids(rid, self._engine_items))
 
     async def _give_up(self) -> None:
         """A fault of the router itself: the client still gets an answer, or a closed stream."""

@@ -6,7 +6,10 @@ SGLang 0.5.23 takes ``x-override-routed-dp-rank`` and ``x-override-rid`` on ``/g
 ``x-data-parallel-rank``, as chat does too. So both are sent.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -76,15 +79,40 @@ def to_front(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     ]
 
 
-def routing(leader: int, rid: str, request_id: bytes) -> Headers:
-    """The headers that send an attempt to the leader's rank under its id."""
-    rank = str(leader).encode()
+def routing(home: int, rid: str, request_id: bytes) -> Headers:
+    """The headers that give an attempt its home rank and its id."""
+    rank = str(home).encode()
     return [
         (b"x-override-routed-dp-rank", rank),
         (b"x-data-parallel-rank", rank),
         (b"x-override-rid", rid.encode()),
         (b"x-request-id", request_id),
     ]
+
+
+def paired_bodies(
+    body: bytes, *, host: str, port: int, room: int, home: int, rid: str
+) -> tuple[bytes, bytes]:
+    """The body for the prefill leg, and for the decode leg.
+
+    Decode servers are plain SGLang, which takes all of this from the body only. What a client
+    wrote there does not count.
+    """
+    fields = {
+        "bootstrap_host": host,
+        "bootstrap_port": port,
+        "bootstrap_room": room,
+        "disagg_prefill_dp_rank": home,
+        "rid": rid,
+    }
+    anywhere = {"routed_dp_rank": None, "data_parallel_rank": None}
+    return _with_fields(body, fields), _with_fields(body, fields | anywhere)
+
+
+def _with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """The body, a JSON object that is not empty, with ``fields`` behind its own: where a name
+    comes twice JSON parsers take the last one."""
+    return body.rstrip()[:-1] + b"," + orjson.dumps(fields)[1:]
 
 
 def to_client(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

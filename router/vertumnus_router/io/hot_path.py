@@ -16,9 +16,16 @@ from vertumnus_router.io.asgi import (
     read_body,
     respond_error,
 )
-from vertumnus_router.io.client_request import ClientRequest, Endpoint, parse
+from vertumnus_router.io.client_request import (
+    ClientRequest,
+    Endpoint,
+    check_pairable,
+    parse,
+    wants_prompt_logprobs,
+)
 from vertumnus_router.io.control_loop import ControlLoop
-from vertumnus_router.io.exchange import Exchange, Fronts
+from vertumnus_router.io.engines import Engines
+from vertumnus_router.io.exchange import Exchange
 from vertumnus_router.io.forwarding import request_key, to_front
 from vertumnus_router.io.metrics import RouterMetrics
 from vertumnus_router.io.served_model import ServedModel
@@ -41,7 +48,7 @@ class HotPath:
         self,
         *,
         control: ControlLoop,
-        fronts: Fronts,
+        engines: Engines,
         tokenizer: TokenizeService,
         model: ServedModel,
         metrics: RouterMetrics,
@@ -50,7 +57,7 @@ class HotPath:
         source: random.Random,
     ) -> None:
         self._control = control
-        self._fronts = fronts
+        self._engines = engines
         self._tokenizer = tokenizer
         self._model = model
         self._metrics = metrics
@@ -84,6 +91,8 @@ class HotPath:
             body = await read_body(scope, receive, self._body_bytes)
             asked = parse(endpoint, body)
             self._model.check(asked.model)
+            if self._model.prefill_only:
+                check_pairable(asked)
             request = await self.describe(asked, request_id)
         except ClientGone:
             return
@@ -95,13 +104,14 @@ class HotPath:
         exchange = Exchange(
             request=request,
             engine_items=asked.engine_items,
+            merges_logprobs=wants_prompt_logprobs(asked),
             arrived_s=arrived_s,
             target=_target(endpoint, scope),
             body=body,
             headers=to_front(scope["headers"]),
             client_id=client_id,
             control=self._control,
-            fronts=self._fronts,
+            engines=self._engines,
             metrics=self._metrics,
             clock=self._clock,
             receive=receive,
@@ -127,6 +137,7 @@ class HotPath:
             blocks=prompt.blocks,
             exact=prompt.exact,
             priority=asked.priority,
+            prompts=asked.engine_items or 1,
         )
 
 

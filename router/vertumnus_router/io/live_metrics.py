@@ -4,7 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vertumnus_router.core.effects import Cause
+from vertumnus_router.core.snapshot import PrefixesSnapshot
 from vertumnus_router.io.metrics import Sample
+from vertumnus_router.io.verdicts import controller_samples
 
 if TYPE_CHECKING:
     from vertumnus_router.io.router import Router
@@ -18,6 +21,12 @@ def live_samples(router: "Router") -> Iterator[Sample]:
     yield "vertumnus_index_nodes", (), core.index_nodes
     yield "vertumnus_index_forgotten_blocks_total", (), core.index_forgotten
     yield "vertumnus_ready", (), float(not router.not_ready())
+    yield "vertumnus_requests_moved_total", (), core.requests_moved
+    for joined in core.pools:
+        yield "vertumnus_pool_epoch", (("pool", str(joined.pool)),), core.epoch(joined.pool)
+    if core.controller is not None:
+        yield from controller_samples(core.controller)
+    yield from _prefixes(core.prefixes(router.clock.now()))
     workers = core.workers(router.clock.now())
     by_degree = Counter((str(w.degree), w.state.value) for w in workers)
     for (degree, state), count in sorted(by_degree.items()):
@@ -26,8 +35,15 @@ def live_samples(router: "Router") -> Iterator[Sample]:
         labels = (("worker", str(worker.id)), ("degree", str(worker.degree)))
         yield "vertumnus_worker_queue_seconds", labels, worker.queue_s
         yield "vertumnus_worker_cached_blocks", labels, worker.cached_blocks
+        yield "vertumnus_worker_partial_blocks", labels, worker.partial_blocks
     for fitted, correction in sorted(core.corrections().items()):
         yield "vertumnus_model_correction", (("degree", str(fitted)),), correction.factor
+    for terms in core.decodes():
+        where = (("decode", str(terms.decode)),)
+        yield "vertumnus_decode_rooms", where, terms.rooms
+        yield "vertumnus_decode_room_limit", where, terms.limit
+    for link in router.decodes:
+        yield "vertumnus_decode_up", (("decode", link.url),), float(link.server is not None)
     for pool in router.pools:
         where = (("pool", pool.url),)
         yield "vertumnus_pool_up", where, float(pool.description is not None)
@@ -36,3 +52,15 @@ def live_samples(router: "Router") -> Iterator[Sample]:
         yield "vertumnus_event_gaps_total", where, counters.gaps
         yield "vertumnus_index_resets_total", where, counters.resets
         yield "vertumnus_events_skipped_total", where, counters.skipped_events
+
+
+def _prefixes(found: PrefixesSnapshot) -> Iterator[Sample]:
+    yield "vertumnus_index_bytes", (), found.index_bytes
+    yield "vertumnus_index_scans_total", (), found.scans
+    in_flight = Counter(one.cause.value for one in found.transfers)
+    for cause in Cause:
+        labels = (("cause", cause.value),)
+        yield "vertumnus_transfers_in_flight", labels, in_flight[cause.value]
+    for where, link in (("same_pool", found.local), ("other_pool", found.remote)):
+        yield "vertumnus_copy_bytes_per_second", (("to", where),), link.bytes_per_s
+        yield "vertumnus_copy_latency_seconds", (("to", where),), link.latency_s

@@ -3,13 +3,17 @@ client wrote."""
 
 from collections.abc import Callable, Iterable
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vertumnus_router.core.effects import CostTerms
+from vertumnus_router.core.effects import Cause, CostTerms
+from vertumnus_router.core.events import CopyEnded, ReclaimEnded, RegroupEnded, TransferOutcome
+from vertumnus_router.io.ttft import PARTS, RecentSplits
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_STAGE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 _NOBODY = ("", "")
 
@@ -42,6 +46,21 @@ class RouterMetrics:
             "From arrival at the router to the first byte of the answer, streamed requests",
             ("degree",),
             buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._ttft_parts = Histogram(
+            "vertumnus_ttft_part_seconds",
+            "The time to the first byte of requests with a pull or a decode server, in parts that "
+            "add up",
+            ("part",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.recent_splits = RecentSplits()
+        self._leg_failures = Counter(
+            "vertumnus_pair_failures",
+            "Attempts with a decode server that failed, by the leg that did and its failure",
+            ("leg", "cause"),
             registry=self.registry,
         )
         self._queue = Histogram(
@@ -88,6 +107,77 @@ class RouterMetrics:
             registry=self.registry,
         )
 
+        self._moves = Counter(
+            "vertumnus_moves",
+            "Splits and merges that this router commanded, by how they ended",
+            ("kind", "outcome"),
+            registry=self.registry,
+        )
+        self._move_stages = Histogram(
+            "vertumnus_move_stage_seconds",
+            "How long each stage of a move took, as the pool measured it",
+            ("stage",),
+            buckets=_STAGE_SECONDS,
+            registry=self.registry,
+        )
+
+        self._copies = Counter(
+            "vertumnus_copies",
+            "Copies of cached prefixes between ranks, by why they were made and how they ended",
+            ("cause", "outcome"),
+            registry=self.registry,
+        )
+        self._copied_blocks = Counter(
+            "vertumnus_copied_blocks",
+            "Blocks that copies brought",
+            ("cause",),
+            registry=self.registry,
+        )
+        self._copied_bytes = Counter(
+            "vertumnus_copied_bytes",
+            "Bytes of KV that copies brought",
+            ("cause",),
+            registry=self.registry,
+        )
+        self._copy_seconds = Histogram(
+            "vertumnus_copy_seconds",
+            "How long copies took that were done and had something to bring",
+            ("cause",),
+            buckets=_STAGE_SECONDS,
+            registry=self.registry,
+        )
+        self._pull_waits = Histogram(
+            "vertumnus_pull_wait_seconds",
+            "How long requests were held back for the copy that went before them",
+            buckets=_STAGE_SECONDS,
+            registry=self.registry,
+        )
+        self._pulls = Counter(
+            "vertumnus_pulls",
+            "Requests with a pull by what their prefill found: won, as much as was predicted with "
+            "it, or lost, less",
+            ("result",),
+            registry=self.registry,
+        )
+        self._reclaims = Counter(
+            "vertumnus_reclaims",
+            "Deletions of cached prefixes, by why they were made and how they ended",
+            ("cause", "outcome"),
+            registry=self.registry,
+        )
+        self._reclaimed_blocks = Counter(
+            "vertumnus_reclaimed_blocks",
+            "Blocks that were deleted",
+            ("cause",),
+            registry=self.registry,
+        )
+        self._snapshots = Counter(
+            "vertumnus_snapshots",
+            "Snapshots asked of ranks whose events were lost for good, by the answer",
+            ("outcome",),
+            registry=self.registry,
+        )
+
     def watch(self, read: Callable[[], Iterable[Sample]]) -> None:
         """Add gauges (and counters, by names that end in ``_total``) read at each scrape."""
         self.registry.register(_Live(read))
@@ -111,6 +201,14 @@ class RouterMetrics:
     def first_byte(self, chosen: CostTerms, seconds: float) -> None:
         self._ttft.labels(str(chosen.degree)).observe(seconds)
 
+    def ttft_split(self, split: tuple[float, ...]) -> None:
+        self.recent_splits.add(split)
+        for part, seconds in zip(PARTS, split, strict=True):
+            self._ttft_parts.labels(part).observe(seconds)
+
+    def leg_failed(self, leg: str, cause: str) -> None:
+        self._leg_failures.labels(leg, cause).inc()
+
     def prefill(
         self, chosen: CostTerms, *, cached_tokens: int, input_tokens: int, compute_s: float
     ) -> None:
@@ -118,11 +216,38 @@ class RouterMetrics:
         self._cached.labels(degree, "predicted").inc(chosen.cached_tokens)
         self._cached.labels(degree, "actual").inc(cached_tokens)
         self._prompt_tokens.labels(degree).inc(input_tokens)
-        if chosen.service_s > 0:
-            self._prefill_ratio.labels(degree).observe(compute_s / chosen.service_s)
+        prefill_s = chosen.service_s - chosen.pull_s
+        if prefill_s > 0:
+            self._prefill_ratio.labels(degree).observe(compute_s / prefill_s)
+        if chosen.pull_tokens:
+            won = cached_tokens >= chosen.cached_tokens
+            self._pulls.labels("won" if won else "lost").inc()
 
     def token_count_mismatch(self) -> None:
         self._mismatches.inc()
+
+    def moved(self, merges: bool, ended: RegroupEnded) -> None:
+        self._moves.labels("merge" if merges else "split", ended.outcome.value).inc()
+        if ended.stages is not None:
+            for stage, ms in msgspec.structs.asdict(ended.stages).items():
+                self._move_stages.labels(stage).observe(ms / 1000)
+
+    def copied(self, cause: Cause, ended: CopyEnded) -> None:
+        self._copies.labels(cause.value, ended.outcome.value).inc()
+        if ended.outcome is TransferOutcome.DONE and ended.blocks:
+            self._copied_blocks.labels(cause.value).inc(ended.blocks)
+            self._copied_bytes.labels(cause.value).inc(ended.bytes)
+            self._copy_seconds.labels(cause.value).observe(ended.seconds)
+
+    def pull_waited(self, seconds: float) -> None:
+        self._pull_waits.observe(seconds)
+
+    def reclaimed(self, cause: Cause, ended: ReclaimEnded) -> None:
+        self._reclaims.labels(cause.value, ended.outcome.value).inc()
+        self._reclaimed_blocks.labels(cause.value).inc(ended.blocks)
+
+    def snapshot(self, outcome: str) -> None:
+        self._snapshots.labels(outcome).inc()
 
     def ended(self, chosen: CostTerms | None, outcome: str) -> None:
         who = _NOBODY if chosen is None else (chosen.worker, str(chosen.degree))

@@ -17,7 +17,8 @@ from vertumnus_router.io.event_stream import EventStream, StreamCounters
 from vertumnus_router.io.rank_feed import RankFeed
 from vertumnus_router.io.reports import PrefillReport, ReportReader
 from vertumnus_router.io.served_model import ServedModel
-from vertumnus_router.io.sockets import Context, tcp_url
+from vertumnus_router.io.snapshots import Snapshots
+from vertumnus_router.io.sockets import Context, host_port, tcp_url
 from vertumnus_router.lattice import Block, CompositionError
 from vertumnus_router.protocol import (
     HEARTBEAT_S,
@@ -50,6 +51,7 @@ class PoolLink:
         context: Context,
         clock: Clock,
         probe_s: float,
+        snapshots: Snapshots,
         on_joined: Callable[["PoolLink", PoolDescription], None],
         on_left: Callable[["PoolLink", PoolDescription], None],
         on_prefill: Callable[[PoolId, PrefillReport], None],
@@ -65,12 +67,13 @@ class PoolLink:
         self._context = context
         self._clock = clock
         self._probe_s = probe_s
+        self._snapshots = snapshots
         self._on_joined = on_joined
         self._on_left = on_left
         self._on_prefill = on_prefill
         self._feeds: list[RankFeed] = []
         self._reports: ReportReader | None = None
-        self._reported: set[int] = set()
+        self._lives: dict[int, str] = {}  # incarnations of the ranks that report
         self._past = StreamCounters()
         self._suspected = asyncio.Event()
 
@@ -84,7 +87,18 @@ class PoolLink:
 
     def cold_ranks(self) -> list[int]:
         """Ranks that have reported and whose index has not been read yet."""
-        return [rank for rank in sorted(self._reported) if not self._feeds[rank].stream.warm]
+        return [rank for rank in sorted(self._lives) if not self._feeds[rank].stream.warm]
+
+    def kv_address(self, rank: int) -> str | None:
+        """Where other ranks fetch cached KV from this one; None if they cannot."""
+        if self.description is None or self.description.kv_service is None:
+            return None
+        endpoint = self.description.kv_service.endpoint
+        return host_port(self._host_of(endpoint), endpoint.port_base + rank)
+
+    def batches_seen(self, rank: int) -> int | None:
+        """How many batches of the rank's events the index has taken in."""
+        return self._feeds[rank].stream.batches if rank in self._lives else None
 
     def suspect(self) -> None:
         """Somebody could not reach the front: probe it now."""
@@ -195,20 +209,11 @@ class PoolLink:
                 kv_capacity_tokens=pool.model.kv_capacity_tokens,
                 chunk_tokens=pool.model.chunk_tokens,
                 manifest=pool.manifest,
+                prefill_only=pool.prefill is not None,
+                kv_token_bytes=0 if pool.kv_service is None else pool.kv_service.token_bytes,
             )
         )
-        self._feeds = [
-            RankFeed(
-                loop=loop,
-                context=self._context,
-                stream=EventStream(Rank(name, rank), pool.kv_events.block_tokens),
-                topic=pool.kv_events.topic.encode(),
-                publish_url=self._url_of(pool.kv_events.publish, rank),
-                replay_url=self._url_of(pool.kv_events.replay, rank),
-                on_events=self._control.feed_all,
-            )
-            for rank in range(pool.pool_size)
-        ]
+        self._feeds = [self._feed(loop, pool, rank) for rank in range(pool.pool_size)]
         self._reports = ReportReader(
             loop=loop,
             context=self._context,
@@ -219,6 +224,27 @@ class PoolLink:
         )
         log.info("pool %s at %s joined: %d rank(s)", pool.pool_id, self.url, pool.pool_size)
         self._on_joined(self, pool)
+
+    def _feed(self, loop: asyncio.AbstractEventLoop, pool: PoolDescription, rank: int) -> RankFeed:
+        stream = EventStream(Rank(PoolId(pool.pool_id), rank), pool.kv_events.block_tokens)
+        lives = self._lives
+
+        def on_incomplete() -> None:
+            if pool.kv_service is None:
+                stream.forgo()
+            else:
+                self._snapshots.want(stream, lambda: lives.get(rank))
+
+        return RankFeed(
+            loop=loop,
+            context=self._context,
+            stream=stream,
+            topic=pool.kv_events.topic.encode(),
+            publish_url=self._url_of(pool.kv_events.publish, rank),
+            replay_url=self._url_of(pool.kv_events.replay, rank),
+            on_events=self._control.feed_all,
+            on_incomplete=on_incomplete,
+        )
 
     def _leave(self, cause: str) -> None:
         pool = self.description
@@ -239,7 +265,8 @@ class PoolLink:
             self._past.add(feed.stream.counters)
             feed.close()
         self._feeds = []
-        self._reported = set()
+        self._lives.clear()  # seen by who waits for a snapshot of this join, and of no other
+        self._lives = {}
 
     def _host_of(self, endpoint: Endpoint) -> str:
         return self._host if endpoint.host in _WILDCARDS else str(endpoint.host)
@@ -274,7 +301,7 @@ class PoolLink:
                 kv_used_tokens=state.kv_used_tokens,
             )
         )
-        self._reported.add(state.rank)
+        self._lives[state.rank] = state.incarnation
         # Only now is it known whose life the events belong to.
         self._feeds[state.rank].start()
 
@@ -283,7 +310,7 @@ class PoolLink:
         pool = PoolId(self.description.pool_id)
         log.warning("pool %s: rank %d lost: %s", pool, rank, cause)
         self._control.feed(events.RankLost(Rank(pool, rank), cause, incarnation))
-        self._reported.discard(rank)
+        self._lives.pop(rank, None)
         self._feeds[rank].stop()
 
     def prefill(self, report: PrefillReport) -> None:

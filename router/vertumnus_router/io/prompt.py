@@ -15,7 +15,7 @@ from vertumnus_router.io.chat_messages import (
 )
 from vertumnus_router.io.chat_template import ChatTemplate, TemplateError
 from vertumnus_router.io.client_request import ClientRequest, Endpoint
-from vertumnus_router.io.hashing import block_hashes, salt_seed
+from vertumnus_router.io.hashing import block_hashes
 from vertumnus_router.io.tokenizer_files import ModelTokenizer
 
 #: Rough size of a token, for prompts that are not tokenised.
@@ -40,6 +40,7 @@ _NOT_VARIABLES = frozenset(
         "truncation",
     )
 )
+_NAMESPACE_FIELDS = ("extra_key", "cache_salt")
 _MEDIA_FIELDS = ("image_data", "video_data", "audio_data")
 
 
@@ -90,10 +91,16 @@ def tokenise(request: ClientRequest, model: ModelTokenizer, rules: PromptRules) 
                 ids += _continuation(text.continued, model)
         else:
             ids = text
-        seed, reason = _namespace(request, rules.served_name)
-        if seed is None:
+        reason = _not_ours(request, rules.served_name)
+        if reason is not None:
             return Prompt(len(ids), (), exact=True, reason=reason)
-        return Prompt(len(ids), block_hashes(ids, rules.block_tokens, seed), exact=True)
+        blocks = block_hashes(
+            ids,
+            rules.block_tokens,
+            extra_key=request.fields.get("extra_key") or None,
+            cache_salt=request.fields.get("cache_salt") or None,
+        )
+        return Prompt(len(ids), blocks, exact=True)
     except NotReproducible as exc:
         return estimate(request, exc.reason)
     except (OverflowError, TypeError):
@@ -189,21 +196,18 @@ def _continuation(text: str, model: ModelTokenizer) -> list[int]:
     return ids[1:] if ids and ids[0] == model.bos_id else ids
 
 
-def _namespace(request: ClientRequest, served_name: str) -> tuple[bytes | None, str | None]:
-    """The seed of the block hashes; None, with the reason, when no block can be used."""
+def _not_ours(request: ClientRequest, served_name: str) -> str | None:
+    """Why no cached block can be used, or none that is known here; None if they can."""
     fields = request.fields
-    if fields.get("extra_key") or fields.get("lora_path"):
-        return None, "namespace"
+    if fields.get("lora_path"):
+        return "namespace"
     if request.model is not None and ":" in request.model and request.model != served_name:
-        return None, "namespace"  # model:adapter
+        return "namespace"  # model:adapter
+    if any(not isinstance(fields.get(name) or "", str) for name in _NAMESPACE_FIELDS):
+        return "namespace"  # refused by SGLang: only a batch may have a list of them
     if _wants_prompt_logprobs(request):
-        return None, "prompt_logprobs"  # SGLang then computes the prompt again
-    salt = fields.get("cache_salt")
-    if not salt:
-        return b"", None
-    if not isinstance(salt, str):
-        return None, "namespace"
-    return salt_seed(salt), None
+        return "prompt_logprobs"  # SGLang then computes the prompt again
+    return None
 
 
 def _wants_prompt_logprobs(request: ClientRequest) -> bool:

@@ -21,6 +21,7 @@ class RankFeed:
     """Feeds ``on_events`` with the index events of one rank, in order.
 
     The subscription is opened before anything is replayed, so that nothing falls between.
+    ``on_incomplete`` is called again and again while the stream is.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class RankFeed:
         publish_url: str,
         replay_url: str,
         on_events: Callable[[Iterable[Event]], None],
+        on_incomplete: Callable[[], None],
     ) -> None:
         self.stream = stream
         self._loop = loop
         self._context = context
         self._replay_url = replay_url
         self._on_events = on_events
+        self._on_incomplete = on_incomplete
         self._live = SocketReader(loop, subscribe(context, topic, publish_url), self._on_live)
         self._replay: SocketReader | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -117,6 +120,8 @@ class RankFeed:
         if events:
             self._on_events(events)
         self._ask_if_wanted()
+        if self._started and self.stream.is_incomplete:
+            self._on_incomplete()
 
     def _ask_if_wanted(self) -> None:
         if self.stream.replay_from is None or self._replay is not None:

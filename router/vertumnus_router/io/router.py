@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import aiohttp
@@ -12,23 +12,28 @@ import zmq
 
 from vertumnus_router.clock import Clock
 from vertumnus_router.core.control import ControlPlane
-from vertumnus_router.core.types import PoolId
+from vertumnus_router.core.effects import PlanEnded, Regroup
+from vertumnus_router.core.types import DecodeId, PoolId, Rank, TransferId
 from vertumnus_router.io.asgi import Receive, Scope, Send
 from vertumnus_router.io.client_request import Endpoint
 from vertumnus_router.io.config import RouterConfig
-from vertumnus_router.io.control_loop import ControlLoop
+from vertumnus_router.io.control_loop import ControlLoop, Order
+from vertumnus_router.io.decodes import DecodeLink
 from vertumnus_router.io.forwarding import attempt_of
 from vertumnus_router.io.hot_path import HotPath
 from vertumnus_router.io.live_metrics import live_samples
 from vertumnus_router.io.metrics import RouterMetrics
 from vertumnus_router.io.pool import PoolLink
+from vertumnus_router.io.regrouping import Regrouping
 from vertumnus_router.io.reports import PrefillReport
 from vertumnus_router.io.served_model import ServedModel
+from vertumnus_router.io.snapshots import Snapshots
 from vertumnus_router.io.sockets import Context
 from vertumnus_router.io.tokenize import TokenizeService
+from vertumnus_router.io.transfers import Transfers
 from vertumnus_router.io.upstream import Front
 from vertumnus_router.profiles import load_profile
-from vertumnus_router.protocol import PoolDescription, PrefillStarted
+from vertumnus_router.protocol import HEARTBEAT_S, PoolDescription, PrefillStarted
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +52,41 @@ class Router:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self.config = config
         self.clock = clock
-        self.core = ControlPlane(config.policy, load_profile(config.profile))
-        self.control = ControlLoop(self.core, clock)
+        profile = load_profile(config.profile)
+        self.core = ControlPlane(config.policy, profile)
         self.metrics = RouterMetrics()
-        self.model = ServedModel()
+        self.control = ControlLoop(
+            self.core,
+            clock,
+            command=self._carry_out,
+            pull=lambda order: self.transfers.pull(order),
+        )
+        self.regrouping = Regrouping(
+            feed=self.control.feed,
+            fronts=self,
+            metrics=self.metrics,
+            spawn=self.spawn,
+            source=random.Random(),
+        )
+        self.transfers = Transfers(
+            feed=self.control.feed,
+            ranks=self,
+            metrics=self.metrics,
+            spawn=self.spawn,
+            source=random.Random(),
+            pull_s=config.limits.pull_s,
+            copy_s=config.policy.prefix.timeout_s,
+        )
+        self.model = ServedModel(paired=bool(config.decode_urls), profile=profile)
         self.pools: list[PoolLink] = []
+        self.decodes: list[DecodeLink] = []
         limits = config.limits
         self.tokenizer = TokenizeService(
             threads=limits.tokenize_threads, deadline_s=limits.tokenize_s
         )
         self.hot = HotPath(
             control=self.control,
-            fronts=self,
+            engines=self,
             tokenizer=self.tokenizer,
             model=self.model,
             metrics=self.metrics,
@@ -67,6 +95,7 @@ class Router:
             source=random.Random(),
         )
         self._fronts: dict[PoolId, tuple[Front, PoolLink]] = {}
+        self._decode_fronts: dict[DecodeId, tuple[Front, DecodeLink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._context: Context | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -93,15 +122,32 @@ class Router:
                 context=self._context,
                 clock=self.clock,
                 probe_s=self.config.limits.probe_s,
+                snapshots=Snapshots(self, self.metrics, self.clock, self.spawn),
                 on_joined=self._on_joined,
                 on_left=self._on_left,
                 on_prefill=self._on_prefill,
             )
             for url in self.config.pool_urls
         ]
+        self.decodes = [
+            DecodeLink(
+                url=url,
+                control=self.control,
+                model=self.model,
+                session=self._session,
+                clock=self.clock,
+                probe_s=min(HEARTBEAT_S, self.config.limits.probe_s),
+                headers=self.key_header(),
+                on_joined=self._on_decode_joined,
+                on_left=self._on_decode_left,
+            )
+            for url in self.config.decode_urls
+        ]
         self.spawn(self.control.tick())
         for pool in self.pools:
             self.spawn(pool.run())
+        for decode in self.decodes:
+            self.spawn(decode.run())
 
     async def close(self) -> None:
         """Stop everything; requests still running are cut off."""
@@ -109,9 +155,10 @@ class Router:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for front, _ in self._fronts.values():
+        for front, _ in (*self._fronts.values(), *self._decode_fronts.values()):
             front.close()
         self._fronts.clear()
+        self._decode_fronts.clear()
         self.tokenizer.close()
         if self._session is not None:
             await self._session.close()
@@ -129,8 +176,9 @@ class Router:
     def not_ready(self) -> list[str]:
         """Why requests should not come here yet; empty when they should.
 
-        Needs a worker that serves, and what the ranks have cached, or the patience for it to
-        run out: a router that knows nothing of the caches scatters what belongs together.
+        Needs a worker that serves, a decode server if the workers leave the decoding to one, and
+        what the ranks have cached, or the patience for it to run out: a router that knows nothing
+        of the caches scatters what belongs together.
         """
         if self.hot.stopping:
             return ["the router is stopping"]
@@ -141,6 +189,10 @@ class Router:
             workers = self.core.workers(self.clock.now())
             why = [f"worker {one.id} is {one.state.value}: {one.reason}" for one in workers]
             return [*reasons, "no worker serves", *why]
+        if self.core.lacks_decode:
+            why = [f"decode server at {one.url}: {one.trouble}" for one in self.decodes]
+            hint = "start the router with --decode URL for the pools that prefill only"
+            return [*reasons, "no decode server is live", *(why or [hint])]
         if self._waited_s() < self.config.limits.warm_s:
             if not self.tokenizer.settled:
                 reasons.append("the tokenizer is loading")
@@ -163,6 +215,13 @@ class Router:
         if not task.cancelled() and (failure := task.exception()) is not None:
             log.error("a background task failed", exc_info=failure)
 
+    def _carry_out(self, order: Order) -> None:
+        match order:
+            case Regroup() | PlanEnded():
+                self.regrouping.carry_out(order)
+            case _:
+                self.transfers.carry_out(order)
+
     # -- pools -----------------------------------------------------------------------------------
 
     def _on_joined(self, link: PoolLink, pool: PoolDescription) -> None:
@@ -171,38 +230,64 @@ class Router:
         front = Front(link.url, asyncio.get_running_loop(), connect_s=self.config.limits.connect_s)
         self._fronts[PoolId(pool.pool_id)] = front, link
         self.spawn(self.tokenizer.load(pool, self.config.tokenizer_path))
+        self.spawn(self.regrouping.learn(PoolId(pool.pool_id)))
 
     def _on_left(self, link: PoolLink, pool: PoolDescription) -> None:
         gone = self._fronts.pop(PoolId(pool.pool_id), None)
         if gone is not None:
             gone[0].close()
 
+    def _on_decode_joined(self, link: DecodeLink) -> None:
+        loop = asyncio.get_running_loop()
+        front = Front(link.url, loop, connect_s=self.config.limits.connect_s)
+        self._decode_fronts[link.id] = front, link
+
+    def _on_decode_left(self, link: DecodeLink) -> None:
+        front, _ = self._decode_fronts.pop(link.id)
+        front.close()
+
     def _on_prefill(self, pool: PoolId, report: PrefillReport) -> None:
         if isinstance(report, PrefillStarted):
             for rid in report.rids:
-                exchange = self._attempt(pool, report.rank, rid)
+                exchange = self._attempt(pool, rid)
                 if exchange is not None:
                     exchange.prefill_started()
             return
         for done in report.done:
-            exchange = self._attempt(pool, report.rank, done.rid)
+            exchange = self._attempt(pool, done.rid)
             if exchange is not None:
                 exchange.prefill_done(done)
 
-    def _attempt(self, pool: PoolId, rank: int, rid: str) -> Any:
-        """The exchange whose current attempt is ``rid`` at that rank, or None."""
+    def _attempt(self, pool: PoolId, rid: str) -> Any:
+        """The exchange whose current attempt is ``rid`` in that pool, or None. Which rank
+        reports it depends on the composition."""
         exchange = self.hot.find(rid)
         if exchange is None or exchange.dispatch is None:
             return None
-        leader, attempt = exchange.dispatch.leader, exchange.dispatch.attempt
-        here = leader.pool == pool and leader.index == rank and attempt_of(rid) == attempt
+        dispatch = exchange.dispatch
+        here = dispatch.pool == pool and attempt_of(rid) == dispatch.attempt
         return exchange if here else None
 
-    # -- exchange.Fronts -------------------------------------------------------------------------
+    # -- engines.Engines, transfers.Ranks --------------------------------------------------------
 
     def front(self, pool: PoolId) -> Front | None:
         found = self._fronts.get(pool)
         return None if found is None else found[0]
+
+    def front_url(self, pool: PoolId) -> str | None:
+        found = self.front(pool)
+        return None if found is None else found.url
+
+    def kv_address(self, rank: Rank) -> str | None:
+        found = self._fronts.get(rank.pool)
+        return None if found is None else found[1].kv_address(rank.index)
+
+    def batches_seen(self, rank: Rank) -> int | None:
+        found = self._fronts.get(rank.pool)
+        return None if found is None else found[1].batches_seen(rank.index)
+
+    def when_pulled(self, transfer: TransferId, go: Callable[[], None]) -> None:
+        self.transfers.when_pulled(transfer, go)
 
     def suspect(self, pool: PoolId) -> None:
         found = self._fronts.get(pool)
@@ -213,6 +298,26 @@ class Router:
         found = self._fronts.get(pool)
         if found is not None:
             self.spawn(self._abort(found[0].url, rids))
+
+    def bootstrap_port(self, pool: PoolId) -> int | None:
+        found = self._fronts.get(pool)
+        description = None if found is None else found[1].description
+        if description is None or description.prefill is None:
+            return None
+        return description.prefill.bootstrap_port
+
+    def decode(self, decode: DecodeId) -> Front | None:
+        found = self._decode_fronts.get(decode)
+        return None if found is None else found[0]
+
+    def suspect_decode(self, decode: DecodeId) -> None:
+        found = self._decode_fronts.get(decode)
+        if found is not None:
+            found[1].suspect()
+
+    def abort_decode(self, decode: DecodeId, rids: list[str]) -> None:
+        # Its id is its URL: it is told even when it counts as lost, in case it only stood still.
+        self.spawn(self._abort(str(decode), rids))
 
     async def _abort(self, url: str, rids: list[str]) -> None:
         await self._abort_once(url, rids)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vertumnus_router.core.profile import Profile
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.client_request import ClientRequest
 from vertumnus_router.protocol import PoolDescription
@@ -12,9 +13,12 @@ _ANY = (None, "", "default")
 
 class ServedModel:
     """Set by the first pool that joins; pools with another model do not fit until all of this
-    one's have left."""
+    one's have left. ``paired``: the router was given decode servers, so its pools must leave the
+    decoding to them. ``profile``: what prices the pools, which must not be of another kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, paired: bool = False, profile: Profile | None = None) -> None:
+        self._paired = paired
+        self._profile = profile
         self._pools: dict[str, PoolDescription] = {}
 
     @property
@@ -22,13 +26,34 @@ class ServedModel:
         """Of the pool that has been here longest."""
         return next(iter(self._pools.values()), None)
 
+    @property
+    def prefill_only(self) -> bool:
+        """Whether the pools that are here leave the decoding to others."""
+        return self.description is not None and self.description.prefill is not None
+
     def misfit(self, pool: PoolDescription) -> str | None:
         """Why ``pool`` cannot join the pools that are here, or None."""
+        if self._paired and pool.prefill is None:
+            return (
+                f"pool {pool.pool_id} decodes itself: launch it with --disaggregation-mode "
+                f"prefill, or this router without --decode"
+            )
+        stranger = self._profile and self._profile.misfit(pool.device, pool.model.shape)
+        if stranger:
+            return (
+                f"pool {pool.pool_id}: {stranger}; measure it with sgl-vertumnus profile, and "
+                f"give the result to --profile"
+            )
         mine = self.description
         if mine is None:
             return None
         if pool.pool_id in self._pools:
             return f"a pool named {pool.pool_id} is here already; give each its --pool-id"
+        if (pool.prefill is None) != (mine.prefill is None):
+            return (
+                f"of the pools of this router either all decode themselves or none; "
+                f"pool {pool.pool_id} is of the other kind"
+            )
         pairs = (
             ("model", mine.model.served_name, pool.model.served_name),
             ("block size", mine.kv_events.block_tokens, pool.kv_events.block_tokens),

@@ -89,6 +89,11 @@ def _notice_dead_peers(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
 
 
+def host_port(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def tcp_url(host: str, port: int) -> str:
-    """``tcp://host:port``, with brackets around an IPv6 address."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    """``tcp://host:port``."""
+    return f"tcp://{host_port(host, port)}"

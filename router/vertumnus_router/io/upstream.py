@@ -9,7 +9,7 @@ import asyncio
 import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httptools
@@ -23,11 +23,21 @@ _KEPT_IDLE = 256
 _UNREAD_BYTES = 256 * 1024
 
 
+class AnyCall(Protocol):
+    """What the owner of a call does with it."""
+
+    def abandon(self) -> None:
+        """Nobody wants the answer any more."""
+
+    def consumed(self, size: int) -> None:
+        """So many bytes of the body were passed on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """The status line and headers have arrived."""
 
-    call: "Call"
+    call: AnyCall
     status: int
     headers: Headers
 
@@ -36,7 +46,7 @@ class Head:
 class Body:
     """A piece of the body; the owner says ``call.consumed(len(data))`` when it is passed on."""
 
-    call: "Call"
+    call: AnyCall
     data: bytes
 
 
@@ -44,7 +54,7 @@ class Body:
 class End:
     """The answer is complete."""
 
-    call: "Call"
+    call: AnyCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Broken:
     Without ``connected`` there was no connection to the front in the first place.
     """
 
-    call: "Call"
+    call: AnyCall
     cause: str
     connected: bool
 

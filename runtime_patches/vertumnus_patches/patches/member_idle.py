@@ -8,8 +8,7 @@ from vertumnus_patches.seams import seams
 
 
 def sleep_if_allowed(original: Callable[..., None], scheduler: Any) -> None:
-    if seams.rank.may_sleep:
-        original(scheduler)
+    seams.rank.sleep(lambda: original(scheduler))
 
 
 PATCH = Patch(

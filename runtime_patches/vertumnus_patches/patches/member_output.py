@@ -1,4 +1,4 @@
-"""Keep members of a block from answering requests that their leader answers."""
+"""Let one rank of a block say that a request has ended."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,36 +7,35 @@ from vertumnus_patches.record import Kind, Patch, Process
 from vertumnus_patches.seams import seams
 
 
-def mute_member(
+def mute_others(
     original: Callable[..., None], sender: Any, output: Any, recv_obj: Any = None
 ) -> None:
-    if seams.rank.is_member and _answers_a_client(output):
+    if _ends_or_lives(output) and not seams.rank.answers(getattr(recv_obj, "routed_dp_rank", None)):
         return
     original(sender, output, recv_obj)
 
 
-def _answers_a_client(output: Any) -> bool:
-    """Whether ``output`` belongs to a request; control answers are awaited from every rank."""
+def _ends_or_lives(output: Any) -> bool:
+    """Whether one rank of the block must say so. Control answers are awaited from every rank,
+    and tokens are sent for the requests of this home only."""
     from sglang.srt.managers.io_struct import (
         AbortReq,
-        BaseBatchReq,
         ConfigureLoggingReq,
         FreezeGCReq,
         HealthCheckOutput,
     )
 
-    return isinstance(
-        output, (AbortReq, BaseBatchReq, ConfigureLoggingReq, FreezeGCReq, HealthCheckOutput)
-    )
+    return isinstance(output, (AbortReq, ConfigureLoggingReq, FreezeGCReq, HealthCheckOutput))
 
 
 PATCH = Patch(
     id="member-output",
     target="sglang.srt.managers.scheduler_components.output_sender.SenderWrapper.send_output",
     kind=Kind.AROUND,
-    hook=mute_member,
+    hook=mute_others,
     processes=(Process.RANK,),
-    why="members compute the same tokens as their leader; one answer must reach the client",
+    why="all ranks of a block end a request; the client must hear it once, from the rank that "
+    "tells it everything else",
     upstream="ranks with attn_cp_rank > 0 get no socket at start, which is fixed for life",
     remove_when="the sender consults the live CP rank",
     signature=("self", "output", "recv_obj"),

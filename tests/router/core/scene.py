@@ -3,9 +3,16 @@
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from vertumnus_router.core.config import PolicyConfig
+from vertumnus_router.core.config import ControllerConfig, PolicyConfig
 from vertumnus_router.core.control import ControlPlane
-from vertumnus_router.core.effects import Abort, Dispatch, Effect, Reject
+from vertumnus_router.core.effects import (
+    Abort,
+    Dispatch,
+    Effect,
+    PlanEnded,
+    Regroup,
+    Reject,
+)
 from vertumnus_router.core.events import (
     BlocksStored,
     Event,
@@ -92,6 +99,7 @@ class Scene:
     ) -> None:
         config.setdefault("tie_s", 0.0)
         config.setdefault("correction", NO_CORRECTION)
+        config.setdefault("controller", ControllerConfig(mode="off"))
         self.control = ControlPlane(PolicyConfig(**config), profile)
         self.now = 1000.0
         if composition is not None:
@@ -143,7 +151,7 @@ class Scene:
         return [w.id for w in self.control.workers(self.now) if w.reason is None]
 
 
-E = TypeVar("E", Dispatch, Reject, Abort)
+E = TypeVar("E", Dispatch, Reject, Abort, Regroup, PlanEnded)
 
 
 def only(kind: type[E], effects: list[Effect]) -> E:

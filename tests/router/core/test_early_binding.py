@@ -2,17 +2,18 @@
 
 import pytest
 from vertumnus_router.core.effects import Dispatch
+from vertumnus_router.core.events import BlocksStored
 from vertumnus_router.core.model import CorrectionConfig
 from vertumnus_router.core.types import PoolId, Rank
 
 from tests.router.core.scene import IDEAL, Scene, chain, only, with_overhead
 
 
-def test_a_dispatch_names_leader_worker_and_terms() -> None:
+def test_a_dispatch_names_home_worker_and_terms() -> None:
     scene = Scene("1x2,2x1")
     dispatch = scene.dispatched("a", 1000)
     assert dispatch.worker == "p/0x2"
-    assert dispatch.leader == Rank(PoolId("p"), 0)
+    assert dispatch.home == Rank(PoolId("p"), 0)
     assert (dispatch.attempt, dispatch.decision.policy) == (1, "paper")
     chosen = dispatch.decision.chosen
     assert (chosen.degree, chosen.beta, chosen.lam) == (2, 3.0, 0.3)
@@ -90,11 +91,21 @@ def test_a_long_queue_makes_j_leave_the_worker_that_holds_the_prefix() -> None:
     assert scene.dispatched("again", 1050, blocks=chain(1, 10)).worker == "p/0x1"
 
 
-def test_a_pair_holds_only_what_both_its_ranks_hold() -> None:
+@pytest.mark.parametrize(("tokens", "cached", "lacking"), [(2000, 1000, 600), (1000, 900, 500)])
+def test_a_pair_can_use_what_either_rank_holds(tokens: int, cached: int, lacking: int) -> None:
     scene = Scene("1x2")
     scene.store(0, chain(1, 10))
     scene.store(1, chain(1, 4))
-    assert scene.dispatched("a", 2000, blocks=chain(1, 10)).decision.chosen.cached_tokens == 400
+    chosen = scene.dispatched("a", tokens, blocks=chain(1, 10)).decision.chosen
+    assert (chosen.cached_tokens, chosen.reconcile_tokens) == (cached, lacking)
+
+
+def test_two_ranks_that_hold_half_each_of_a_prefix_hold_half_of_it() -> None:
+    scene = Scene("1x2")
+    scene.store(0, chain(1, 5))
+    scene.feed(BlocksStored(Rank(PoolId("p"), 1), chain(1, 5)[-1], chain(1, 10)[5:]))
+    chosen = scene.dispatched("a", 2000, blocks=chain(1, 10)).decision.chosen
+    assert (chosen.cached_tokens, chosen.reconcile_tokens) == (500, 500)
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -169,7 +180,7 @@ def test_workers_of_two_pools_compete() -> None:
     scene = Scene("1x1")
     scene.launch("1x2", pool="q")
     dispatch = scene.dispatched("a", 1000)
-    assert (dispatch.pool, dispatch.worker, dispatch.leader) == (
+    assert (dispatch.pool, dispatch.worker, dispatch.home) == (
         "q",
         "q/0x2",
         Rank(PoolId("q"), 0),
@@ -178,7 +189,7 @@ def test_workers_of_two_pools_compete() -> None:
 
 def test_the_leader_is_the_lowest_rank_of_the_block() -> None:
     scene = Scene("2x1,1x2")
-    assert only(Dispatch, scene.arrive("a", 9000)).leader == Rank(PoolId("p"), 2)
+    assert only(Dispatch, scene.arrive("a", 9000)).home == Rank(PoolId("p"), 2)
 
 
 def test_c_min_is_the_smallest_degree_of_the_ladder() -> None:

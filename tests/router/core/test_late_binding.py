@@ -167,6 +167,17 @@ def test_a_prefix_that_is_being_computed_counts_as_cached() -> None:
     assert second.decision.chosen.cached_tokens == 5000
 
 
+def test_what_others_compute_at_this_moment_is_not_computed_again_to_save_no_time() -> None:
+    """At the free worker the later ones would have their first tokens sooner, for 1.5 s of it."""
+    document = chain(1, 15)
+    scene = late("2x1", lam=0.1)
+    first = scene.dispatched("a", 1550, blocks=document).worker
+    for n in range(9):
+        scene.arrive(f"b{n}", 1550, blocks=document)
+    workers = {worker.id: worker.requests for worker in scene.control.workers(scene.now)}
+    assert all(requests == () for name, requests in workers.items() if name != first)
+
+
 def test_early_binding_counts_what_is_stored_only() -> None:
     prompt = chain(1, 50)
     scene = Scene("1x1", policy="paper")

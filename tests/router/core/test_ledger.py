@@ -1,6 +1,6 @@
 import pytest
 from vertumnus_router.core.ledger import Ledger
-from vertumnus_router.core.types import RequestId, WorkerId
+from vertumnus_router.core.types import BlockHash, RequestId, WorkerId
 
 W, V = WorkerId("p/0x1"), WorkerId("p/1x1")
 A, B, C = (RequestId(name) for name in "abc")
@@ -65,7 +65,6 @@ def test_an_idle_worker_has_exactly_nothing_reserved() -> None:
     for i in range(100):
         ledger.release(RequestId(f"r{i}"), 50.0 + i / 11)
     assert ledger.queue_s(W, 1000.0) == 0.0
-    assert ledger.reserved_s() == {}
     assert ledger.load(W) == (0, 0)
     assert len(ledger) == 0
 
@@ -105,3 +104,26 @@ def test_only_a_prefill_that_ran_alone_is_unshared() -> None:
     assert a is not None and b is not None and c is not None
     assert (a.shared, b.shared, c.shared) == (True, True, False)
     assert c.started
+
+
+def test_a_moved_reservation_takes_what_is_left_at_the_new_rate() -> None:
+    ledger = Ledger()
+    ledger.reserve(A, W, 2.0, 100, (BlockHash(7),))
+    ledger.reserve(B, W, 3.0, 200)
+    ledger.start(A, 0.0)
+    ledger.move(A, V, 0.5, 1.0)
+    assert (ledger.queue_s(W, 1.0), ledger.queue_s(V, 1.0)) == (3.0, 0.5)
+    assert ledger.queue_s(V, 1.25) == 0.25  # it runs there
+    assert (ledger.load(V), list(ledger.in_flight(V))) == ((100, 100 - 100), [7])
+    assert not ledger.in_flight(W)
+    ledger.move(B, V, 2.0, 2.0)
+    assert (ledger.queue_s(W, 2.0), ledger.queue_s(V, 2.0)) == (0.0, 6.0)
+    released = [ledger.release(request, 3.0) for request in (A, B)]
+    assert all(reservation is not None and reservation.shared for reservation in released)
+    assert (len(ledger), ledger.queue_s(V, 4.0), ledger.load(V)) == (0, 0.0, (0, 0))
+
+
+def test_moving_what_is_not_reserved_does_nothing() -> None:
+    ledger = Ledger()
+    ledger.move(A, V, 0.5, 1.0)
+    assert len(ledger) == 0

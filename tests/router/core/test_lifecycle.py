@@ -330,7 +330,7 @@ def test_a_lost_worker_aborts_its_requests_and_the_answer_moves_them() -> None:
     scene.dispatched("b", 1000)
     lost = next(w for w in scene.control.workers(scene.now) if "a" in w.requests)
     abort = lose(scene, lost.ranks[0].index)
-    assert abort == [Abort(A, PoolId("p"), lost.id)]
+    assert abort == [Abort(A, PoolId("p"), lost.id, 1)]
     assert scene.control.violations() == []
     assert scene.queue_s(lost.id) == 0.0  # released at once
     assert scene.control.pending_count == 2
@@ -344,7 +344,7 @@ def test_a_lost_worker_aborts_its_requests_and_the_answer_moves_them() -> None:
 def test_a_pair_goes_with_either_of_its_ranks() -> None:
     scene = Scene("1x2,2x1")
     assert scene.dispatched("a", 9000).worker == "p/0x2"
-    assert lose(scene, 1) == [Abort(A, PoolId("p"), WorkerId("p/0x2"))]
+    assert lose(scene, 1) == [Abort(A, PoolId("p"), WorkerId("p/0x2"), 1)]
     assert scene.serving() == ["p/2x1", "p/3x1"]
 
 
@@ -370,7 +370,7 @@ def test_a_restarted_worker_starts_without_the_old_ones_work() -> None:
     scene = Scene("1x1")
     scene.dispatched("a", 5000)
     effects = scene.feed(reported(0, Block(0, 1), life="life-2"))
-    assert effects == [Abort(A, PoolId("p"), WorkerId("p/0x1"))]
+    assert effects == [Abort(A, PoolId("p"), WorkerId("p/0x1"), 1)]
     assert scene.queue_s("p/0x1") == 0.0
     # The same worker id was tried, and no other worker serves.
     assert only(Reject, scene.fail("a", Failure.WORKER_LOST)).code == "worker_lost"
@@ -401,7 +401,7 @@ def test_a_client_that_leaves_aborts_its_attempt(phase: str) -> None:
         scene.start("a", worker)
     if phase == "decode":
         scene.first_token("a", worker)
-    assert scene.feed(RequestCancelled(A)) == [Abort(A, PoolId("p"), worker)]
+    assert scene.feed(RequestCancelled(A)) == [Abort(A, PoolId("p"), worker, 1)]
     assert_nothing_left(scene)
     assert scene.fail("a", Failure.UNREACHABLE) == []  # the aborted attempt's own end
     assert scene.feed(RequestCancelled(A)) == []
@@ -507,7 +507,7 @@ def test_workers_show_what_operators_need() -> None:
     assert pair.ranks == (Rank(PoolId("p"), 0), Rank(PoolId("p"), 1))
     assert (pair.state.value, pair.reason, pair.requests) == ("serving", None, (A,))
     assert pair.queue_s == pytest.approx(1.5)
-    assert (pair.rank_blocks, pair.cached_blocks) == ((10, 4), 4)
+    assert (pair.rank_blocks, pair.cached_blocks, pair.partial_blocks) == ((10, 4), 10, 6)
     assert (single.requests, single.queue_s, single.cached_blocks) == ((), 0.0, 0)
 
 

@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 from vertumnus_router.core.events import RankLost
-from vertumnus_router.core.membership import Membership
+from vertumnus_router.core.membership import Lost, Membership
 from vertumnus_router.core.types import PoolId, Rank, WorkerState
+from vertumnus_router.core.workers import Candidate
 from vertumnus_router.lattice import Block
 
 from tests.router.core.scene import Scene, joined, reported
@@ -36,6 +37,22 @@ def states(membership: Membership) -> dict[str, tuple[WorkerState, str | None]]:
     return {w.id: (w.state, w.reason) for w in membership.workers}
 
 
+def homes(membership: Membership, candidates: tuple[Candidate, ...]) -> list[str]:
+    """By rank: where an attempt is now that was at one of ``candidates`` and has its home there."""
+    found = []
+    for candidate in candidates:
+        for index in candidate.block.ranks:
+            fate = membership.fate(Rank(candidate.pool.pool, index), candidate)
+            match fate:
+                case None:
+                    found.append("on its way")
+                case Lost(cause):
+                    found.append(f"lost: {cause}")
+                case worker:
+                    found.append(worker.id)
+    return found
+
+
 def lost(rank: int, life: str | None = None) -> RankLost:
     return RankLost(Rank(PoolId("p"), rank), "it died", life)
 
@@ -62,7 +79,7 @@ def test_ranks_of_different_epochs_do_not_make_a_worker() -> None:
 
 def test_reports_from_unknown_pools_and_ranks_are_ignored() -> None:
     membership = members()
-    assert membership.report(reported(0, ONES[0])).lost == ()
+    assert membership.report(reported(0, ONES[0])).pool is None
     membership.join(joined())
     membership.report(reported(9, Block(9, 1)))
     assert membership.workers == ()
@@ -83,9 +100,11 @@ def test_slots_are_dense_and_reused() -> None:
 
 def test_a_dead_rank_takes_its_worker_along_and_no_other() -> None:
     membership = pool_of_pairs()
+    before = membership.serving
     change = membership.lose(lost(1, "life-1"))
-    assert [(w.id, cause) for w, cause in change.lost] == [("p/0x2", "rank 1: it died")]
-    assert change.void == (1,)
+    assert (change.pool, change.void) == ("p", (1,))
+    loss = "lost: rank 1: it died"
+    assert homes(membership, before) == [loss, loss, "p/2x2", "p/2x2"]
     assert serving(membership) == ["p/2x2"]
     assert states(membership)["p/0x2"] == (WorkerState.LOST, "rank 1: it died")
 
@@ -111,14 +130,15 @@ def test_the_death_of_an_earlier_life_is_no_news() -> None:
     membership = pool_of_pairs()
     membership.report(reported(1, LEFT, life="life-2"))
     change = membership.lose(lost(1, "life-1"))
-    assert (change.lost, change.void) == ((), ())
+    assert (change.pool, change.void) == (None, ())
     assert serving(membership) == ["p/0x2", "p/2x2"]
 
 
 def test_silence_ends_with_the_next_report_and_keeps_the_index() -> None:
     membership = pool_of_pairs()
+    before = membership.serving
     change = membership.lose(lost(0))
-    assert [w.id for w, _ in change.lost] == ["p/0x2"]
+    assert homes(membership, before)[:2] == ["lost: rank 0: it died"] * 2
     assert change.void == ()
     assert membership.report(reported(0, LEFT)).void == ()
     assert serving(membership) == ["p/0x2", "p/2x2"]
@@ -126,18 +146,18 @@ def test_silence_ends_with_the_next_report_and_keeps_the_index() -> None:
 
 def test_a_new_life_ends_the_old_one_and_voids_its_index() -> None:
     membership = pool_of_pairs()
+    before = membership.serving
     change = membership.report(reported(0, LEFT, life="life-2"))
-    assert [(w.id, c) for w, c in change.lost] == [("p/0x2", "a rank of it was restarted")]
+    assert homes(membership, before)[:2] == ["lost: rank 0 was restarted"] * 2
     assert change.void == (0,)
     assert serving(membership) == ["p/0x2", "p/2x2"]  # born again at once
     again = membership.report(reported(0, LEFT, life="life-1"))
-    assert (again.lost, again.void) == ((), ())
+    assert (again.pool, again.void) == (None, ())
 
 
 def test_old_epochs_are_ignored() -> None:
     membership = pool_of_pairs(epoch=5)
-    change = membership.report(reported(0, ONES[0], epoch=4))
-    assert change.lost == ()
+    assert membership.report(reported(0, ONES[0], epoch=4)).pool is None
     assert serving(membership) == ["p/0x2", "p/2x2"]
 
 
@@ -155,36 +175,86 @@ def test_a_merge_ends_the_small_workers_and_waits_for_all_ranks() -> None:
     membership.join(joined())
     for block in ONES:
         membership.report(reported(block.first, block))
-    change = membership.report(reported(0, LEFT, epoch=2))
+    before = membership.serving
+    membership.report(reported(0, LEFT, epoch=2))
     # Rank 1 is about to follow: its old worker must not take requests any more.
-    assert {w.id for w, _ in change.lost} == {"p/0x1", "p/1x1"}
+    assert homes(membership, before) == ["on its way", "on its way", "p/2x1", "p/3x1"]
     assert serving(membership) == ["p/2x1", "p/3x1"]
     membership.report(reported(1, LEFT, epoch=2))
+    assert homes(membership, before) == ["p/0x2", "p/0x2", "p/2x1", "p/3x1"]
     assert serving(membership) == ["p/0x2", "p/2x1", "p/3x1"]
 
 
 def test_a_split_serves_rank_by_rank() -> None:
     membership = pool_of_pairs()
-    change = membership.report(reported(0, ONES[0], epoch=2))
-    assert [w.id for w, _ in change.lost] == ["p/0x2"]
+    before = membership.serving
+    membership.report(reported(0, ONES[0], epoch=2))
+    assert homes(membership, before) == ["p/0x1", "on its way", "p/2x2", "p/2x2"]
     assert serving(membership) == ["p/0x1", "p/2x2"]
     membership.report(reported(1, ONES[1], epoch=2))
+    assert homes(membership, before) == ["p/0x1", "p/1x1", "p/2x2", "p/2x2"]
     assert serving(membership) == ["p/0x1", "p/1x1", "p/2x2"]
+
+
+def test_a_rank_that_has_split_off_survives_its_old_sibling_and_not_the_reverse() -> None:
+    membership = pool_of_pairs()
+    before = membership.serving[:1]
+    membership.report(reported(0, ONES[0], epoch=2))
+    membership.lose(lost(1, "life-1"))
+    assert homes(membership, before) == ["p/0x1", "lost: rank 1: it died"]
+
+
+def test_a_death_on_the_way_into_a_larger_block_ends_what_was_to_go_there() -> None:
+    membership = members()
+    membership.join(joined())
+    for block in ONES:
+        membership.report(reported(block.first, block))
+    before = membership.serving
+    membership.report(reported(0, LEFT, epoch=2))
+    membership.lose(lost(1, "life-1"))
+    loss = "lost: rank 1: it died"
+    assert homes(membership, before) == [loss, loss, "p/2x1", "p/3x1"]
+
+
+def test_a_rank_that_restarts_on_the_way_has_lost_its_requests() -> None:
+    membership = pool_of_pairs()
+    before = membership.serving[:1]
+    membership.report(reported(1, ONES[1], epoch=2))
+    assert homes(membership, before) == ["on its way", "p/1x1"]
+    membership.report(reported(1, ONES[1], life="life-2", epoch=2))
+    assert homes(membership, before) == ["lost: rank 1 was restarted"] * 2
+
+
+def test_a_block_that_is_refused_takes_no_requests_along() -> None:
+    membership = members(expected_manifest="m")
+    membership.join(joined())
+    for block in ONES:
+        membership.report(reported(block.first, block))
+    before = membership.serving[:2]
+    for rank in LEFT.ranks:
+        membership.report(reported(rank, LEFT, epoch=2, manifest="other"))
+    refusal = "lost: rank 0 runs patches 'other', this router expects 'm'"
+    assert [home.partition(":")[0] for home in homes(membership, before)] == ["lost", "lost"]
+    assert homes(membership, before)[0].startswith(refusal)
 
 
 def test_a_worker_outlives_a_new_epoch_that_leaves_it_as_it_is() -> None:
     membership = pool_of_pairs()
-    assert membership.report(reported(2, RIGHT, epoch=2)).lost == ()
+    before = membership.serving
+    membership.report(reported(2, RIGHT, epoch=2))
+    assert homes(membership, before) == ["p/0x2", "p/0x2", "p/2x2", "p/2x2"]
     assert {w.id: w.epoch for w in membership.workers} == {"p/0x2": 1, "p/2x2": 1}
-    assert membership.report(reported(3, RIGHT, epoch=2)).lost == ()
+    membership.report(reported(3, RIGHT, epoch=2))
+    assert homes(membership, before) == ["p/0x2", "p/0x2", "p/2x2", "p/2x2"]
     assert serving(membership) == ["p/0x2", "p/2x2"]
     assert {w.id: w.epoch for w in membership.workers} == {"p/0x2": 1, "p/2x2": 2}
 
 
 def test_a_new_life_in_another_epoch_waits_for_its_siblings() -> None:
     membership = pool_of_pairs()
-    change = membership.report(reported(0, LEFT, life="life-2", epoch=2))
-    assert [w.id for w, _ in change.lost] == ["p/0x2"]
+    before = membership.serving[:1]
+    membership.report(reported(0, LEFT, life="life-2", epoch=2))
+    assert homes(membership, before) == ["lost: rank 0 was restarted"] * 2
     assert serving(membership) == ["p/2x2"]
     membership.report(reported(1, LEFT, epoch=2))
     assert serving(membership) == ["p/0x2", "p/2x2"]
@@ -290,14 +360,16 @@ def test_least_degree_is_the_ladders_not_the_compositions() -> None:
 def test_joining_again_with_the_same_description_changes_nothing() -> None:
     membership = pool_of_pairs()
     change = membership.join(joined())
-    assert (change.lost, change.void) == ((), ())
+    assert (change.pool, change.void) == (None, ())
     assert serving(membership) == ["p/0x2", "p/2x2"]
 
 
 def test_another_description_replaces_the_pool() -> None:
     membership = pool_of_pairs()
+    before = membership.serving
     change = membership.join(joined(context_tokens=5))
-    assert [w.id for w, _ in change.lost] == ["p/0x2", "p/2x2"]
+    assert change.left == "the pool was relaunched"
+    assert homes(membership, before) == ["lost: its pool has left"] * 4
     assert change.void == (0, 1, 2, 3)
     assert membership.workers == ()
 
@@ -322,9 +394,11 @@ def test_load_is_as_last_reported_and_unknown_before() -> None:
 
 def test_a_lost_pool_is_forgotten() -> None:
     membership = pool_of_pairs()
+    before = membership.serving
     change = membership.leave(PoolId("p"), "front dead")
-    assert [(w.id, c) for w, c in change.lost] == [("p/0x2", "front dead"), ("p/2x2", "front dead")]
+    assert (change.pool, change.left) == ("p", "front dead")
+    assert homes(membership, before) == ["lost: its pool has left"] * 4
     assert membership.workers == () and membership.pools == ()
-    assert membership.leave(PoolId("p"), "again").lost == ()
+    assert membership.leave(PoolId("p"), "again").pool is None
     membership.report(reported(0, ONES[0]))
     assert membership.workers == ()

@@ -82,6 +82,17 @@ def test_each_degree_has_its_own_correction() -> None:
     assert set(model.corrections()) == {2}
 
 
+def test_a_degree_that_was_never_tried_is_compared_by_its_nearest_neighbour() -> None:
+    model = PrefillModel(IDEAL, CorrectionConfig(gain=1.0))
+    assert model.compared_s(4, 1000, 0) == pytest.approx(0.25)
+    model.observe(1, 1000, 0, 3.0)
+    assert [model.compared_s(c, 1000, 0) for c in (1, 2, 4)] == pytest.approx([3.0, 1.5, 0.75])
+    model.observe(4, 1000, 0, 0.5)
+    assert model.compared_s(1, 1000, 0) == pytest.approx(3.0)
+    assert model.compared_s(2, 1000, 0) == pytest.approx(1.5)  # as near to 4, which is larger
+    assert model.compared_s(4, 1000, 0) == pytest.approx(0.5)
+
+
 def test_too_slow_and_too_fast_cancel_out() -> None:
     model = PrefillModel(IDEAL, CorrectionConfig(gain=0.1))
     for _ in range(200):

@@ -19,6 +19,19 @@ GOOD: dict[str, Any] = {
     "c_s_per_token": 3e-5,
     "alpha_s_per_pair": 3e-9,
 }
+ERROR = {"mean": 0.02, "p90": 0.04, "max": 0.1}
+MEASURED: dict[str, Any] = {
+    "measured_on": {"device": "a GPU", "model": "a shape"},
+    "measurements": {
+        "1": {
+            "uncached_tokens": [32, 8192],
+            "cached_tokens": [0, 4096],
+            "samples": 60,
+            "error": ERROR,
+            "held_out": ERROR,
+        }
+    },
+}
 FIT = {"d0_s": 0.02, "d1_s": 0.015, "a0_s_per_token": 1e-5, "a1_s_per_token": 2e-6}
 
 
@@ -38,6 +51,11 @@ def test_a_fit_covers_the_degrees_that_were_not_profiled() -> None:
     assert profile.coefficients(4).a_s_per_token == pytest.approx(1.4e-5)
 
 
+def test_measured_loads_are_optional() -> None:
+    assert decode().kappa == {}
+    assert decode(kappa={"1": 0.6, "2": 0.7}, fit=FIT).kappa == {1: 0.6, 2: 0.7}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -51,6 +69,11 @@ def test_a_fit_covers_the_degrees_that_were_not_profiled() -> None:
         ({"fit": FIT | {"d1_s": -1.0}}, r"fit\.d1_s is -1"),
         ({"c_s_per_token": 0, "alpha_s_per_pair": 0}, "nothing to parallelise"),
         ({"c_s_per_token": "fast"}, "c_s_per_token"),
+        ({"kappa": {"1": 0}}, r"kappa\.1 is 0"),
+        ({"measurements": {"3": MEASURED["measurements"]["1"]}}, "3 is not a power of two"),
+        ({"measurements": {"1": {"samples": 3}}}, "not a profile"),
+        ({"kappa": {"2": 0.5}}, "kappa: degree 2 has no coefficients"),
+        ({"kappa": {"3": 0.5}, "fit": FIT}, "kappa: 3 is not a power of two"),
         ({"gamma": 1}, "gamma"),
         ({"measured": None}, "measured"),
     ],
@@ -91,3 +114,22 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
     assert load_profile(str(path)).model == "a model"
     with pytest.raises(ProfileError, match=f"neither a readable file .* nor one of.*{DEFAULT}"):
         load_profile(str(tmp_path / "none.json"))
+
+
+def test_a_profile_says_what_it_was_measured_with() -> None:
+    profile = decode(**MEASURED)
+    assert profile.measurements[1].error.p90 == 0.04
+    assert not profile.extrapolates(1, 32, 0) and not profile.extrapolates(1, 8192, 4096)
+    assert profile.extrapolates(1, 31, 0) and profile.extrapolates(1, 8193, 0)
+    assert profile.extrapolates(1, 100, 4097)
+    assert profile.extrapolates(2, 100, 0), "not measured at all"
+    assert not decode().extrapolates(1, 1, 1), "it does not say"
+
+
+def test_a_profile_of_another_device_or_model_does_not_fit() -> None:
+    profile = decode(**MEASURED)
+    assert profile.misfit("a GPU", "a shape") is None
+    assert "on the device 'a GPU', not on 'a CPU'" in str(profile.misfit("a CPU", "a shape"))
+    assert "on the model 'a shape', not on 'another'" in str(profile.misfit("a GPU", "another"))
+    assert profile.misfit("", "") is None, "the pool does not say"
+    assert decode().misfit("a CPU", "another") is None, "the profile does not say"

@@ -13,29 +13,40 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 from aiohttp import web
 from vertumnus_router.io.sockets import SocketReader
-from vertumnus_router.lattice import Block, parse_composition
+from vertumnus_router.lattice import Block, format_composition, parse_composition
 from vertumnus_router.protocol import (
     PROTOCOL_VERSION,
+    BlockState,
     Endpoint,
     KvEvents,
+    KvService,
     ModelInfo,
+    MoveCommand,
+    MoveReport,
+    PoolComposition,
     PoolDescription,
     PrefillDone,
     PrefillFinished,
+    PrefillSide,
     PrefillStarted,
     RankState,
     Report,
+    Stages,
     encode_report,
 )
 from vertumnus_router.protocol import RankLost as RankLostReport
 
+from tests.router.io.fake_kv import TOKEN_BYTES, FakeKv
+
 BLOCK_TOKENS = 4
+#: Where ranks would fetch from each other: nothing listens there.
+KV_PORT = 7000
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
 
@@ -53,14 +64,35 @@ class Seen:
 
     @property
     def rid(self) -> str:
-        return self.headers["x-override-rid"]
+        """From the header, or as a decode server gets it."""
+        return self.headers.get("x-override-rid") or str(self.fields["rid"])
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The body as SGLang reads it: of a name that comes twice the last one counts."""
+        return dict(json.loads(self.body))
+
+    @property
+    def rooms(self) -> list[int]:
+        """Of the prompts, one by one, as ``GenerateReqInput`` numbers them."""
+        fields = self.fields
+        prompts = fields.get("text", fields.get("prompt"))
+        count = len(prompts) if isinstance(prompts, list) else 1
+        return [fields["bootstrap_room"] + index for index in range(count)]
 
     @property
     def rank(self) -> int:
         return int(self.headers["x-override-routed-dp-rank"])
 
 
-Answer = Callable[["FakePool", web.Request, Seen], Awaitable[web.StreamResponse]]
+class Server(Protocol):
+    """What an answer needs of the fake that gives it."""
+
+    def abort_event(self, rid: str) -> asyncio.Event: ...
+
+
+Answer = Callable[[Any, web.Request, Seen], Awaitable[web.StreamResponse]]
+Regroup = Callable[["FakePool", web.Request, MoveCommand], Awaitable[web.StreamResponse]]
 
 
 def sse_chunks(tokens: int) -> list[bytes]:
@@ -97,7 +129,7 @@ def stream_slowly(tokens: int, gap_s: float) -> Answer:
     return answer
 
 
-async def hang(pool: "FakePool", request: web.Request, seen: Seen) -> web.StreamResponse:
+async def hang(pool: Server, request: web.Request, seen: Seen) -> web.StreamResponse:
     """Never answer; only a closed connection or an abort ends this."""
     await pool.abort_event(seen.rid).wait()
     return web.json_response({"error": {"message": "aborted"}}, status=400)
@@ -135,6 +167,72 @@ def refuse(status: int, body: Any) -> Answer:
     return answer
 
 
+async def regroup(
+    pool: "FakePool", request: web.Request, command: MoveCommand
+) -> web.StreamResponse:
+    """Commit the move, and let all ranks report it."""
+    if command.epoch not in (None, pool.epoch):
+        return web.json_response({"error": f"the pool is at epoch {pool.epoch}"}, status=409)
+    before = format_composition(pool.blocks)
+    pool.blocks = parse_composition(command.composition, len(pool.ranks), pool.description.degrees)
+    pool.epoch += 1
+    for rank in pool.ranks:
+        rank.beat()
+    return pool.report(
+        MoveReport(
+            epoch=pool.epoch,
+            before=before,
+            after=command.composition,
+            outcome="committed",
+            stages=Stages(drain=20.0, vote=2.0, switch=3.0, publish=1.0),
+        )
+    )
+
+
+async def abandon(
+    pool: "FakePool", request: web.Request, command: MoveCommand
+) -> web.StreamResponse:
+    """Rank 1 does not come to a step boundary."""
+    before = format_composition(pool.blocks)
+    return pool.report(
+        MoveReport(
+            epoch=pool.epoch,
+            before=before,
+            after=command.composition,
+            outcome="abandoned",
+            reason="rank 1 was not ready within 10 s",
+        )
+    )
+
+
+async def answer_late(
+    pool: "FakePool", request: web.Request, command: MoveCommand
+) -> web.StreamResponse:
+    """Begin when the test says so."""
+    await pool.may_regroup.wait()
+    return await regroup(pool, request, command)
+
+
+async def switch_and_hang_up(
+    pool: "FakePool", request: web.Request, command: MoveCommand
+) -> web.StreamResponse:
+    """Commit, and lose the answer."""
+    await regroup(pool, request, command)
+    assert request.transport is not None
+    request.transport.abort()
+    await asyncio.sleep(60)
+    raise AssertionError("the handler should have been cancelled")
+
+
+def answer_regroup(status: int, body: Any) -> Regroup:
+    async def answer(
+        pool: "FakePool", request: web.Request, command: MoveCommand
+    ) -> web.StreamResponse:
+        return web.json_response(body, status=status)
+
+    return answer
+
+
 @dataclass
 class FakeRank:
     """The sockets of one rank, and what its publisher remembers."""
@@ -150,6 +248,8 @@ class FakeRank:
     sequence: Iterable[int] = field(default_factory=itertools.count)
     buffer: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=10_000))
     replays_asked: list[int] = field(default_factory=list)
+    held: dict[int, int | None] = field(default_factory=dict)  # blocks, with their parents
+    published: int = 0
 
     def publish(self, *events: dict[str, Any], lose: bool = False) -> int:
         """Publish a batch as SGLang's ``ZmqEventPublisher`` does; ``lose`` it on the wire."""
@@ -159,9 +259,14 @@ class FakeRank:
             topic = self.pool.description.kv_events.topic.encode()
             self.kv.send_multipart([topic, seq.to_bytes(8, "big"), payload])
         self.buffer.append((seq, payload))
+        self.published = seq + 1
         return seq
 
     def store(self, blocks: Sequence[int], parent: int | None = None, *, lose: bool = False) -> int:
+        above = parent
+        for block in blocks:
+            self.held[block] = above
+            above = block
         event = {
             "type": "BlockStored",
             "block_hashes": list(blocks),
@@ -174,6 +279,8 @@ class FakeRank:
         return self.publish(event, lose=lose)
 
     def remove(self, blocks: Sequence[int], *, lose: bool = False) -> int:
+        for block in blocks:
+            self.held.pop(block, None)
         event = {"type": "BlockRemoved", "block_hashes": list(blocks), "medium": "GPU"}
         return self.publish(event, lose=lose)
 
@@ -188,7 +295,7 @@ class FakeRank:
                 pool_id=self.pool.description.pool_id,
                 rank=self.index,
                 incarnation=self.incarnation,
-                epoch=1,
+                epoch=self.pool.epoch,
                 first=block.first,
                 degree=block.degree,
                 manifest=self.pool.description.manifest,
@@ -201,6 +308,7 @@ class FakeRank:
         self.incarnation += "'"
         self.sequence = itertools.count()
         self.buffer.clear()
+        self.held.clear()
         self.publish({"type": "AllBlocksCleared"})
 
     def on_replay(self, frames: list[bytes]) -> None:
@@ -226,10 +334,17 @@ class FakePool:
         tokenizer_path: str = "/nowhere",
         context_tokens: int = 4096,
         beat_s: float = 0.1,
+        prefill: PrefillSide | None = None,
+        copies: bool = False,
     ) -> None:
         self.blocks: tuple[Block, ...] = parse_composition(
             composition or f"{size}x1", size, (1, 2, 4, 8)
         )
+        self.epoch = 1
+        self.moves: list[MoveReport] = []
+        self.regroup: Regroup = regroup
+        self.may_regroup = asyncio.Event()
+        self.regroups: list[tuple[MoveCommand, str | None]] = []  # and the key that came with it
         self.answers: deque[Answer] = deque()
         self.answer: Answer = stream
         self.answer_by_rank: dict[int, Answer] = {}
@@ -240,6 +355,8 @@ class FakePool:
         self.ranks: list[FakeRank] = []
         self.beating = True
         self.starting = False
+        self.fail_composition = False
+        self.failed: set[Block] = set()
         self._beat_s = beat_s
         self._aborts: dict[str, asyncio.Event] = {}
         self._context = zmq.Context()
@@ -247,6 +364,10 @@ class FakePool:
         self._runner: web.AppRunner | None = None
         base = _free_ports(3 * size + 2)
         self.port = base + 3 * size + 1
+        endpoint = Endpoint(port_base=KV_PORT)
+        self.kv = FakeKv(
+            self, KvService(endpoint=endpoint, token_bytes=TOKEN_BYTES) if copies else None
+        )
         self.description = PoolDescription(
             version=PROTOCOL_VERSION,
             pool_id=pool_id,
@@ -269,6 +390,8 @@ class FakePool:
             ),
             reports=Endpoint(port_base=base + 2 * size),
             manifest="same",
+            prefill=prefill,
+            kv_service=self.kv.service,
         )
 
     @property
@@ -308,6 +431,9 @@ class FakePool:
         for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
             app.router.add_post(path, self._serve)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/vertumnus/regroup", self._regroup)
+        app.router.add_get("/vertumnus/composition", self._composition)
+        self.kv.add_routes(app)
         for path in ("/flush_cache", "/start_profile", "/stop_profile"):
             app.router.add_post(path, self._command)
         app.router.add_get("/server_info", self._info)
@@ -384,6 +510,33 @@ class FakePool:
         self.aborted.append(rid)
         self.abort_event(rid).set()
         return web.Response()
+
+    async def _regroup(self, request: web.Request) -> web.StreamResponse:
+        command = msgspec.json.decode(await request.read(), type=MoveCommand)
+        self.regroups.append((command, request.headers.get("authorization")))
+        return await self.regroup(self, request, command)
+
+    def report(self, report: MoveReport) -> web.Response:
+        self.moves.append(report)
+        return web.Response(body=msgspec.json.encode(report), content_type="application/json")
+
+    async def _composition(self, _: web.Request) -> web.Response:
+        if self.fail_composition:
+            return web.json_response({"error": "its supervisor does not answer"}, status=503)
+        now = PoolComposition(
+            epoch=self.epoch,
+            composition=format_composition(self.blocks),
+            blocks=tuple(
+                BlockState(
+                    first=block.first,
+                    degree=block.degree,
+                    state="failed" if block in self.failed else "serving",
+                )
+                for block in self.blocks
+            ),
+            moves=tuple(self.moves),
+        )
+        return web.Response(body=msgspec.json.encode(now), content_type="application/json")
 
     async def _command(self, request: web.Request) -> web.Response:
         self.commands.append(request.path)

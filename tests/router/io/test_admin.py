@@ -5,13 +5,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from vertumnus_router.clock import WallClock
 from vertumnus_router.core.config import PolicyConfig
+from vertumnus_router.core.profile import ErrorSummary, Measurement
 from vertumnus_router.io.admin import build_app
 from vertumnus_router.io.config import RouterConfig
 from vertumnus_router.io.router import Router
+from vertumnus_router.profiles import DEFAULT, load_profile
 
 from tests.router.io import fake_pool
 from tests.router.io.chat_cases import SMOL, write_model
@@ -119,6 +122,26 @@ def test_workers_are_listed_with_what_they_do() -> None:
             assert content["pending"] == 1
             task.cancel()
             await until(it.settled, "settled")
+
+    run(scenario())
+
+
+def test_explain_says_what_was_never_measured(tmp_path: Path) -> None:
+    error = ErrorSummary(mean=0.01, p90=0.02, max=0.03)
+    measured = Measurement(uncached_tokens=(2, 100), cached_tokens=(0, 0), samples=9, error=error)
+    known = msgspec.structs.replace(load_profile(DEFAULT), measurements={1: measured})
+    path = tmp_path / "profile.json"
+    path.write_bytes(msgspec.json.encode(known))
+
+    async def scenario() -> None:
+        async with FakePool(4, "2x1,1x2") as pool, running(pool.url, profile=str(path)) as it:
+            await it.ready()
+            await until(lambda: len(it.router.core.workers(it.router.clock.now())) == 3, "all")
+            for tokens, expected in ((50, {1: False, 2: True}), (101, {1: True, 2: True})):
+                body = {"input_ids": list(range(tokens))}
+                async with it.client.post("/explain", json=body) as response:
+                    candidates = (await response.json())["candidates"]
+                assert {c["degree"]: c["extrapolated"] for c in candidates} == expected
 
     run(scenario())
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from vertumnus_router.core.events import BlocksRemoved, BlocksStored, Event, IndexReset
 from vertumnus_router.core.types import BlockHash, PoolId, Rank
 from vertumnus_router.io.event_stream import EventStream, parse_live, parse_replayed
-from vertumnus_router.io.kv_batch import Batch, BlockRemoved, BlockStored
+from vertumnus_router.io.kv_batch import AllBlocksCleared, Batch, BlockRemoved, BlockStored
 
 RANK = Rank(PoolId("p"), 0)
 
@@ -152,9 +152,73 @@ def test_a_publisher_that_does_not_replay_is_followed_after_a_reset() -> None:
         assert stream.replay_from == 0
         events += stream.replay_failed()
     assert stream.replay_from is None
-    assert stream.warm
+    assert stream.is_incomplete and not stream.warm
     assert isinstance(events[0], IndexReset)
     assert stored(events) == [40, 41]
+    stream.forgo()
+    assert stream.warm
+
+
+def wrapped() -> EventStream:
+    """A stream that joined when the first 80 batches were forgotten."""
+    stream = EventStream(RANK, 4)
+    stream.start()
+    for number in (80, 81):
+        stream.replayed(number, batch(number))
+    assert not stream.is_incomplete, "a replay runs"
+    stream.replay_ended()
+    assert stream.is_incomplete and not stream.warm
+    assert (stream.losses, stream.stored_blocks, stream.batches) == (1, 2, 82)
+    return stream
+
+
+def test_what_was_lost_is_known_when_all_of_a_snapshot_has_come() -> None:
+    stream = wrapped()
+    stream.live(82, Batch(82.0, (BlockStored([1, 2], None, 4),)))
+    stream.refilled(losses=1, stored_blocks=2, blocks=3)
+    assert not stream.is_incomplete and not stream.warm
+    stream.live(83, Batch(83.0, (BlockRemoved([1]),)))
+    assert not stream.warm
+    stream.live(84, Batch(84.0, (BlockStored([3], 2, 4),)))
+    assert stream.warm
+
+
+def test_a_snapshot_of_before_a_further_loss_counts_for_nothing() -> None:
+    stream = wrapped()
+    stream.live(99, batch(99))
+    assert not stream.is_incomplete, "that is yet to be replayed"
+    for number in range(95, 100):
+        stream.replayed(number, batch(number))
+    stream.replay_ended()
+    assert stream.losses == 2
+    stream.refilled(losses=1, stored_blocks=2, blocks=1)
+    assert stream.is_incomplete
+    stream.refilled(losses=2, stored_blocks=7, blocks=0)
+    assert stream.warm
+
+
+def test_nothing_is_missing_of_a_cache_that_is_cleared_or_new() -> None:
+    stream = wrapped()
+    events = stream.live(82, Batch(82.0, (AllBlocksCleared(), BlockStored([1], None, 4))))
+    assert (stored(events), stream.warm) == ([1], True)
+    stream = wrapped()
+    stream.restart("new incarnation b")
+    stream.replayed(0, batch(0, ts=100.0))
+    stream.replay_ended()
+    assert stream.warm
+
+
+def test_a_rank_of_which_nothing_could_be_read_is_incomplete() -> None:
+    stream = EventStream(RANK, 4)
+    stream.start()
+    events = [event for _ in range(3) for event in stream.replay_failed()]
+    assert resets(events) == ["no replay came"]
+    assert stream.is_incomplete
+    probed = warm(3)
+    probed.probe()
+    for _ in range(3):
+        assert probed.replay_failed() == []
+    assert probed.warm, "nobody knows of a batch that it lacks"
 
 
 def test_a_probe_finds_a_lost_tail() -> None:
@@ -184,27 +248,25 @@ def test_frames_of_both_layouts_are_read() -> None:
 
 
 @given(
-    lost=st.sets(st.integers(0, 39)),
+    lost=st.sets(st.integers(0, 60)),
     remembers=st.integers(1, 60),
     joins_at=st.integers(0, 39),
 )
 def test_whatever_is_lost_the_index_ends_as_the_publishers(
     lost: set[int], remembers: int, joins_at: int
 ) -> None:
-    """Batches store and remove; a model set follows the same events without any loss."""
+    """Batches store and remove; a model set follows the same events without any loss. What cannot
+    be replayed is published once more, which may be lost, too."""
     truth: set[int] = set()
     seen: set[int] = set()
     history: list[tuple[int, Batch]] = []
-    complete = True
     stream = EventStream(RANK, 4)
 
     def take(events: list[Event]) -> None:
-        nonlocal complete
         for event in events:
             match event:
                 case IndexReset():
                     seen.clear()
-                    complete = False
                 case BlocksStored(blocks=blocks):
                     seen.update(blocks)
                 case BlocksRemoved(blocks=blocks):
@@ -218,22 +280,38 @@ def test_whatever_is_lost_the_index_ends_as_the_publishers(
                     take(stream.replayed(seq, one))
             take(stream.replay_ended())
 
-    for seq in range(40):
-        event: BlockStored | BlockRemoved = BlockStored([BlockHash(seq)], None, 4)
-        if seq % 3 == 2:
-            event = BlockRemoved([BlockHash(seq - 2)])
-            truth.discard(seq - 2)
-        else:
-            truth.add(seq)
+    def publish(event: BlockStored | BlockRemoved) -> None:
+        seq = len(history)
         history.append((seq, Batch(float(seq), (event,))))
-        if seq == joins_at:
-            stream.start()
-            answer()
-        if seq >= joins_at and seq not in lost:
+        if joined and seq not in lost:
             take(stream.live(*history[-1]))
             answer()
-    stream.probe()
-    answer()
-    assert seen <= truth, "nothing is believed that the rank has removed"
-    if complete:
-        assert seen == truth
+
+    def refill() -> None:
+        if stream.is_incomplete:
+            losses, stored_blocks = stream.losses, stream.stored_blocks
+            publish(BlockStored(sorted(truth), None, 4))
+            stream.refilled(losses, stored_blocks, len(truth))
+
+    joined = False
+    for block in range(40):
+        if block % 3 == 2:
+            truth.discard(block - 2)
+            publish(BlockRemoved([BlockHash(block - 2)]))
+        else:
+            truth.add(block)
+            publish(BlockStored([BlockHash(block)], None, 4))
+        if block == joins_at:
+            joined = True
+            stream.start()
+            answer()
+        if joined:
+            refill()
+    for _ in range(3):
+        stream.probe()
+        answer()
+        assert seen <= truth, "nothing is believed that the rank has removed"
+        lost.clear()
+        refill()
+    assert stream.warm
+    assert seen == truth

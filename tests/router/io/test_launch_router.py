@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
-from vertumnus_router.core.config import PolicyConfig
+from vertumnus_router.core.config import PolicyConfig, PrefixConfig
 from vertumnus_router.io.config import RouterConfig
 
-from sgl_vertumnus import launch_router
+from sgl_vertumnus import launch_router, launch_server
 from tests.router.io.fake_pool import FakePool, stream_slowly
 from tests.router.io.harness import run, until
 
@@ -47,9 +47,17 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["--pool-urls", "localhost:30000"], 2, "not an http:// or https:// URL"),
         (["--pool-urls", ","], 2, "name at least one pool"),
         (["--pool-urls", "http://a,http://a/"], 2, "named twice"),
+        (["--pool-urls", "http://a", "--decode", "b:1"], 2, "decode_urls: 'b:1' is not an http"),
+        (
+            ["--pool-urls", "http://a", "--decode", "http://b", "--decode", "http://b/"],
+            2,
+            "a decode server is named twice",
+        ),
         (["--pool-urls", "http://a", "--beta", "0"], 2, "beta 0.0: must be above 0"),
         (["--pool-urls", "http://a", "--port", "70000"], 2, "port 70000"),
         (["--pool-urls", "http://a", "--policy", "random"], 2, "paper"),
+        (["--pool-urls", "http://a", "--controller", "auto"], 2, "observe"),
+        (["--pool-urls", "http://a", "--controller-window-s", "0"], 2, "controller.window_s 0.0"),
         (["--pool-urls", "http://a", "--max-body-bytes", "0"], 2, "body_bytes"),
         (["--pool-urls", "http://a", "--profile", "/no/such.json"], 1, "no profile"),
         (["--pool-urls", "http://a", "--host", "192.0.2.1", "--port", "0"], 1, "cannot listen"),
@@ -69,10 +77,94 @@ def test_its_defaults_are_those_of_the_configuration() -> None:
     assert launch_router.router_config(options) == expected
 
 
+def test_a_pool_passes_its_decode_servers_on_to_its_router() -> None:
+    decodes = ["--decode", "http://a:1", "--decode", "http://b:2"]
+    flags = ["--model-path", "m", "--pool-size", "2", *decodes]
+    options, passed = launch_server._parse(flags)
+    assert passed == []
+    router_flags = launch_server._router_flags(options)
+    assert router_flags is not None
+    there = launch_router._parser().parse_args(["--pool-urls", "http://p", *router_flags])
+    assert launch_router.router_config(there).decode_urls == ("http://a:1", "http://b:2")
+
+
+def test_a_pool_passes_the_prefix_managers_flags_on_to_its_router() -> None:
+    prefix = ["--prefix-manager", "on", "--pull", "--index-mib", "64", "--prefix-scan-s", "5"]
+    prefix += ["--theta-inter-s", "2", "--theta-intra", "9", "--theta-reclaim", "0.25"]
+    prefix += ["--prefix-decay", "0.75", "--prefix-per-scan", "3", "--copy-timeout-s", "12"]
+    options, passed = launch_server._parse(["--model-path", "m", "--pool-size", "2", *prefix])
+    assert passed == []
+    router_flags = launch_server._router_flags(options)
+    assert router_flags is not None
+    there = launch_router._parser().parse_args(["--pool-urls", "http://p", *router_flags])
+    policy = launch_router.router_config(there).policy
+    assert policy.index_mib == 64
+    assert policy.prefix == PrefixConfig(
+        mode="on",
+        pull=True,
+        scan_s=5,
+        theta_inter_s=2,
+        theta_intra=9,
+        theta_reclaim=0.25,
+        decay=0.75,
+        per_scan=3,
+        timeout_s=12,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--prefix-manager", "auto"], "invalid choice: 'auto'"),
+        (["--index-mib", "0"], "index_mib 0.0: must be"),
+        (["--theta-reclaim", "9"], "theta_reclaim 9.0: must be below theta_intra 8.0"),
+        (["--prefix-decay", "1"], "prefix.decay 1.0: must lie between 0 and 1"),
+        (["--prefix-scan-s", "nan"], "prefix.scan_s nan: must be above 0"),
+    ],
+)
+def test_both_launchers_refuse_settings_of_the_prefix_manager_that_cannot_work(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = ["--model-path", "m", "--pool-size", "2", "--device", "cpu"]
+    for main, others in (
+        (launch_router.main, ["--pool-urls", "http://a"]),
+        (launch_server.main, pool),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*others, *flags])
+        assert stop.value.code == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--decode", "http://a", "--no-router"], "--no-router starts none"),
+        (["--decode", "a:1"], "not an http:// or https:// URL"),
+    ],
+)
+def test_a_pool_refuses_decode_servers_that_its_router_could_not_use(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        launch_server.main(["--model-path", "m", "--pool-size", "2", "--device", "cpu", *flags])
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 def test_help_names_every_group() -> None:
     result = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
-    for word in ("--pool-urls", "--policy", "--beta", "--lam", "--profile", "--port", "limits:"):
+    for word in (
+        "--pool-urls",
+        "--policy",
+        "--beta",
+        "--lam",
+        "--profile",
+        "--port",
+        "--pull",
+        "limits:",
+    ):
         assert word in result.stdout
 
 

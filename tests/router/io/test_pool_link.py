@@ -1,12 +1,16 @@
 """The connection to a pool: joining, losing events, ranks and fronts, coming back."""
 
 import asyncio
+from pathlib import Path
 
+import msgspec
 import pytest
 from vertumnus_router.core.events import Event, IndexReset, PoolLost, RankLost, RankReported
+from vertumnus_router.core.profile import PoolKind
 from vertumnus_router.core.types import PoolId, Rank
 from vertumnus_router.io import rank_feed, reports
 from vertumnus_router.io.config import Limits
+from vertumnus_router.profiles import DEFAULT, load_profile
 
 from tests.router.io import fake_pool
 from tests.router.io.fake_pool import FakePool, pools
@@ -292,6 +296,24 @@ def test_pools_that_do_not_fit_together_are_kept_out() -> None:
     run(scenario())
 
 
+def test_a_pool_of_another_kind_than_the_profile_is_kept_out(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    kind = PoolKind(device="a GPU", model="a shape")
+    known = load_profile(DEFAULT)
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(known, measured_on=kind)))
+
+    async def scenario() -> None:
+        fake = FakePool(1)
+        fake.description = msgspec.structs.replace(fake.description, device="a CPU")
+        async with fake as pool, running(pool.url, profile=str(path)) as it:
+            says = "the profile was measured on the device 'a GPU', not on 'a CPU'; measure it"
+            await until(lambda: says in str(it.router.pools[0].trouble), "refused")
+            pool.description = msgspec.structs.replace(pool.description, device="a GPU")
+            await it.ready()
+
+    run(scenario())
+
+
 def test_something_that_is_no_pool_is_named() -> None:
     async def scenario() -> None:
         async with FakePool(1) as pool, running(pool.url + "/elsewhere") as it:
@@ -353,7 +375,12 @@ def test_reports_reach_the_metrics() -> None:
     run(scenario())
 
 
-def test_a_report_of_another_rank_or_attempt_changes_nothing() -> None:
+def kv_used(it: Running) -> list[int | None]:
+    workers = it.router.core.workers(it.router.clock.now())
+    return [tokens for worker in workers for tokens in worker.rank_kv_used_tokens]
+
+
+def test_whichever_rank_leads_reports_a_prefill_and_only_of_the_current_attempt() -> None:
     async def scenario() -> None:
         async with FakePool(2) as pool, running(pool.url) as it:
             await it.ready()
@@ -361,13 +388,13 @@ def test_a_report_of_another_rank_or_attempt_changes_nothing() -> None:
             task = asyncio.create_task(it.chat())
             await until(lambda: pool.running, "running")
             seen = pool.seen[0]
-            other = fake_pool.Seen(seen.path, "", dict(seen.headers), b"")
-            other.headers["x-override-routed-dp-rank"] = str(1 - seen.rank)
-            pool.prefill_finished(other, input_tokens=5, cached_tokens=1)
-            later = fake_pool.Seen(seen.path, "", dict(seen.headers), b"")
+            leads = fake_pool.Seen(seen.path, "", dict(seen.headers), b"")
+            leads.headers["x-override-routed-dp-rank"] = str(1 - seen.rank)
+            later = fake_pool.Seen(seen.path, "", dict(leads.headers), b"")
             later.headers["x-override-rid"] = seen.rid[:30] + "02"
             pool.prefill_finished(later, input_tokens=5, cached_tokens=1)
-            pool.prefill_finished(seen, input_tokens=9, cached_tokens=3)
+            pool.prefill_finished(leads, input_tokens=9, cached_tokens=3)
+            pool.prefill_finished(leads, input_tokens=12, cached_tokens=9)  # resumed
             name = 'vertumnus_cached_tokens_total{degree="1",source="actual"}'
 
             async def actual() -> float:
@@ -377,6 +404,10 @@ def test_a_report_of_another_rank_or_attempt_changes_nothing() -> None:
                 if await actual():
                     break
                 await asyncio.sleep(0.01)
+            assert await actual() == 3
+            pool.ranks[leads.rank].load = {"kv_used_tokens": 77}
+            pool.ranks[leads.rank].beat()
+            await until(lambda: 77 in kv_used(it), "all that the rank has said")
             assert await actual() == 3
             task.cancel()
             await until(it.settled, "settled")

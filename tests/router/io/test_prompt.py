@@ -12,7 +12,7 @@ from vertumnus_router.io import tokenize
 from vertumnus_router.io.chat_template import ChatTemplate
 from vertumnus_router.io.client_request import Endpoint, parse
 from vertumnus_router.io.config import Limits
-from vertumnus_router.io.hashing import block_hashes, salt_seed
+from vertumnus_router.io.hashing import block_hashes
 from vertumnus_router.io.prompt import Prompt, PromptRules, tokenise
 from vertumnus_router.io.tokenizer_files import ModelTokenizer, TokenizerError, load
 
@@ -104,7 +104,8 @@ def test_what_cannot_be_rebuilt_is_estimated_and_says_why(
 @pytest.mark.parametrize(
     ("endpoint", "fields", "reason"),
     [
-        (Endpoint.GENERATE, {"text": "x" * 9, "extra_key": "k"}, "namespace"),
+        (Endpoint.GENERATE, {"text": "x" * 9, "extra_key": ["k"]}, "namespace"),
+        (Endpoint.GENERATE, {"text": "x" * 9, "cache_salt": 7}, "namespace"),
         (Endpoint.GENERATE, {"text": "x" * 9, "lora_path": "l"}, "namespace"),
         (Endpoint.COMPLETIONS, {"prompt": "x" * 9, "model": "m:adapter"}, "namespace"),
         (Endpoint.COMPLETIONS, {"prompt": "x" * 9, "echo": True, "logprobs": 1}, "prompt_logprobs"),
@@ -121,13 +122,18 @@ def test_prompts_whose_blocks_are_not_ours_are_counted_only(
     assert prompt(model, endpoint, **fields) == Prompt(9, (), exact=True, reason=reason)
 
 
-def test_a_salt_gives_other_blocks(model: ModelTokenizer) -> None:
-    plain = prompt(model, Endpoint.GENERATE, text="x" * 8)
-    salted = prompt(model, Endpoint.GENERATE, text="x" * 8, cache_salt="s")
+def test_every_namespace_has_blocks_of_its_own(model: ModelTokenizer) -> None:
     ids = model.tokenizer.encode("x" * 8).ids
-    assert salted.blocks == block_hashes(ids, 4, salt_seed("s"))
-    assert salted.blocks != plain.blocks
-    assert prompt(model, Endpoint.GENERATE, text="x" * 8, cache_salt="") == plain
+    plain = prompt(model, Endpoint.GENERATE, text="x" * 8)
+    found = {plain.blocks}
+    for named in ({"cache_salt": "s"}, {"extra_key": "s"}, {"extra_key": "k", "cache_salt": "s"}):
+        apart = prompt(model, Endpoint.GENERATE, text="x" * 8, **named)
+        assert apart.blocks == block_hashes(ids, 4, **named)
+        assert apart.reason is None
+        found.add(apart.blocks)
+    assert len(found) == 4
+    unnamed = {"cache_salt": "", "extra_key": ""}
+    assert prompt(model, Endpoint.GENERATE, text="x" * 8, **unnamed) == plain
 
 
 def test_a_text_that_cannot_fit_is_not_even_tokenised(model: ModelTokenizer) -> None:

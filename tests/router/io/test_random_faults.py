@@ -1,4 +1,5 @@
-"""Many requests, clients that leave, fronts and ranks that come and go: nothing is left over."""
+"""Many requests, clients that leave, fronts and ranks that come and go, moves that are made and
+not made: nothing is left over."""
 
 import asyncio
 import random
@@ -45,6 +46,19 @@ async def client(it: Running, source: random.Random, requests: int) -> int:
     return answered
 
 
+MOVES = [fake_pool.regroup, fake_pool.regroup, fake_pool.abandon, fake_pool.switch_and_hang_up]
+COMPOSITIONS = ["4x1", "2x1,1x2", "2x2", "1x4"]
+
+
+async def move(it: Running, pool: FakePool, source: random.Random) -> None:
+    while True:
+        await asyncio.sleep(0.02)
+        pool.regroup = source.choice(MOVES)
+        body = {"pool": "fake", "composition": source.choice(COMPOSITIONS)}
+        async with it.client.post("/vertumnus/reconfigure", json=body) as response:
+            assert response.status in (200, 404, 409)
+
+
 async def chaos(pool: FakePool, other: FakePool, source: random.Random) -> None:
     while True:
         await asyncio.sleep(0.1)
@@ -81,9 +95,13 @@ def test_every_request_ends_once_and_nothing_stays(policy: str) -> None:
 
             pool.answer = other.answer = any_answer
             trouble = asyncio.create_task(chaos(pool, other, source))
+            moves = asyncio.create_task(move(it, pool, random.Random(6)))
             answered = sum(await asyncio.gather(*(client(it, source, 8) for _ in range(30))))
-            trouble.cancel()
+            for task in (trouble, moves):
+                assert not task.done(), task
+                task.cancel()
             assert answered > 100
+            assert pool.moves
             await until(it.settled, "settled")
             await until(lambda: not pool.running and not other.running, "engines idle")
             samples = await it.samples()

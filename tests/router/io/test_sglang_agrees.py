@@ -1,7 +1,7 @@
 """What the router computes and decodes, against the functions of the installed SGLang."""
 
 import asyncio
-import hashlib
+import json
 import random
 from array import array
 from pathlib import Path
@@ -15,13 +15,16 @@ import zmq
 from vertumnus_router.core.events import BlocksRemoved, BlocksStored, Event, IndexReset
 from vertumnus_router.core.types import PoolId, Rank
 from vertumnus_router.io.client_request import Endpoint, parse
+from vertumnus_router.io.decodes import DecodeServer
 from vertumnus_router.io.event_stream import EventStream
-from vertumnus_router.io.hashing import block_hashes, salt_seed
+from vertumnus_router.io.forwarding import paired_bodies
+from vertumnus_router.io.hashing import block_hashes
 from vertumnus_router.io.kv_batch import decode_batch, index_events
 from vertumnus_router.io.prompt import PromptRules, tokenise
 from vertumnus_router.io.rank_feed import RankFeed
 from vertumnus_router.io.tokenizer_files import load
 
+from tests.patches.schedulers import scheduler_with_pools, sglang_context
 from tests.router.io.chat_cases import CONTEXT_TOKENS, REQUESTS, TEMPLATES, write_model
 from tests.router.io.fake_pool import _free_ports
 from tests.router.io.harness import run, until
@@ -51,22 +54,46 @@ def test_block_hashes(page: int, count: int) -> None:
     assert list(block_hashes(ids, page)) == [hash_str_to_int64(one) for one in expected]
 
 
-def test_block_hashes_of_a_salted_prompt() -> None:
-    from sglang.srt.mem_cache.utils import compute_node_event_hash_values, hash_str_to_int64
+NAMESPACES = [(None, None), ("k", None), (None, "söle"), ("k", "söle")]
+
+
+@pytest.mark.parametrize(("extra_key", "cache_salt"), NAMESPACES)
+def test_block_hashes_as_the_tree_of_a_rank_publishes_them(
+    extra_key: str | None, cache_salt: str | None
+) -> None:
+    """A tree in a pool's format, with a prefix that is extended: the second node has a parent."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     ids, page = tokens(80), 16
-
-    class Key(array):  # type: ignore[type-arg]
-        extra_key, cache_salt = None, "söle"
-
-    root = SimpleNamespace(key=None, parent=None, event_hash_value=None)
-    node = SimpleNamespace(key=Key("q", ids), parent=root, event_hash_value=None)
-    expected = compute_node_event_hash_values(node, page)
-    assert list(block_hashes(ids, page, salt_seed("söle"))) == list(
-        map(hash_str_to_int64, expected)
-    )
-    assert block_hashes(ids, page, salt_seed("söle")) != block_hashes(ids, page)
-    assert len(salt_seed("x")) == hashlib.sha256().digest_size
+    with sglang_context():
+        scheduler = scheduler_with_pools()
+        allocator = scheduler.token_to_kv_pool_allocator
+        tree = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=scheduler.req_to_token_pool,
+                token_to_kv_pool_allocator=allocator,
+                page_size=page,
+                enable_kv_cache_events=True,
+                dynamo_kv_event_format=True,
+                tree_components=(ComponentType.FULL,),
+            )
+        )
+        slots = allocator.alloc(len(ids))
+        for length in (32, len(ids)):
+            key = RadixKey(array("q", ids[:length]), extra_key, cache_salt=cache_salt)
+            tree.insert(InsertParams(key=key, value=slots[:length]))
+        _cleared, *stored = tree.take_events()
+    published = [one for event in stored for one in event.block_hashes]
+    blocks = block_hashes(ids, page, extra_key=extra_key, cache_salt=cache_salt)
+    assert list(blocks) == published
+    assert stored[0].parent_block_hash is None
+    known = dict(zip(blocks[1:], blocks, strict=False))
+    assert all(event.parent_block_hash == known.get(event.block_hashes[0]) for event in stored)
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -132,6 +159,7 @@ def test_sglangs_own_publisher_is_followed_from_its_first_batch_on() -> None:
             publish_url=f"tcp://127.0.0.1:{base + 1}",
             replay_url=f"tcp://127.0.0.1:{base + 3}",
             on_events=seen.extend,
+            on_incomplete=lambda: None,
         )
         try:
             for number in range(50):
@@ -297,3 +325,65 @@ def test_the_override_headers_exist_and_batches_are_named_as_expected() -> None:
     engine.normalize_batch_and_arguments()
     request = parse(Endpoint.GENERATE, orjson.dumps({"text": "a"}))
     assert engine_rids("abc", request.engine_items) == [engine.rid]
+
+
+# -- pairs of legs --------------------------------------------------------------------------------
+
+ROOM = 2**62 - 3
+SPOOFED = {"bootstrap_host": "evil", "bootstrap_room": 1, "rid": "mine", "routed_dp_rank": 9}
+
+
+def decode_leg(client: dict[str, Any]) -> Any:
+    """The body of a decode leg, as FastAPI reads it."""
+    _, body = paired_bodies(
+        orjson.dumps(client | SPOOFED), host="::1", port=8998, room=ROOM, home=1, rid="r" * 32
+    )
+    return json.loads(body)
+
+
+def as_decoded(request: Any) -> tuple[Any, ...]:
+    return (
+        request.bootstrap_host,
+        request.bootstrap_port,
+        request.bootstrap_room,
+        request.disagg_prefill_dp_rank,
+        request.rid,
+        request.routed_dp_rank,
+    )
+
+
+def test_chat_and_completions_take_what_pairs_the_legs() -> None:
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}], "data_parallel_rank": 3}
+    for kind, body in (
+        (ChatCompletionRequest, chat),
+        (CompletionRequest, {"model": "m", "prompt": "x"}),
+    ):
+        parsed = kind.model_validate(decode_leg(body))
+        assert as_decoded(parsed) == ("::1", 8998, ROOM, 1, "r" * 32, None)
+
+
+def test_generate_numbers_the_rooms_of_a_batch() -> None:
+    from sglang.srt.entrypoints.api_contract import generate_contract_error
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    for text in ("x", ["x", "y"]):
+        body = decode_leg({"text": text, "sampling_params": {"max_new_tokens": 1}})
+        assert generate_contract_error(body) is None
+        request = GenerateReqInput(**body)
+        request.normalize_batch_and_arguments()
+        assert request.disagg_prefill_dp_rank == 1 and request.routed_dp_rank is None
+        if isinstance(text, str):
+            assert (request.bootstrap_room, request.rid) == (ROOM, "r" * 32)
+        else:
+            assert request.bootstrap_room == [ROOM, ROOM + 1]
+            assert request.rid == [f"{'r' * 32}_0", f"{'r' * 32}_1"]
+
+
+def test_server_info_says_what_is_read_of_it() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    read = {one.name for one in msgspec.structs.fields(DecodeServer)}
+    not_arguments = {"startup_time", "internal_states"}
+    assert read - not_arguments <= set(ServerArgs.__struct_fields__)

@@ -1,0 +1,1 @@
+"""Loads, their accounting and the measurements behind ``benchmarks/switch.py``."""
