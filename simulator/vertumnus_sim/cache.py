@@ -1,0 +1,121 @@
+"""The KV cache of one simulated rank, in whole blocks, as SGLang's tree keeps it.
+
+What a request uses is pinned. The rest goes when room is needed: first the copies that another
+rank of the block keeps (the home of a request keeps, the others hold surplus), then the least
+recently used. A path is always used from its end to its root, so a block never goes before those
+below it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from vertumnus_router.core.types import BlockHash
+
+_Order = OrderedDict[BlockHash, None]
+
+
+class RankCache:
+    """``capacity`` blocks, some of them reserved for what is being computed."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.reserved = 0
+        self._pins: dict[BlockHash, int] = {}
+        self._keeps: set[BlockHash] = set()  # of the pinned ones, those that stay as kept
+        self._kept: _Order = OrderedDict()  # least recently used first
+        self._surplus: _Order = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pins) + len(self._kept) + len(self._surplus)
+
+    def __contains__(self, block: BlockHash) -> bool:
+        return block in self._kept or block in self._pins or block in self._surplus
+
+    @property
+    def pinned(self) -> int:
+        """How many blocks are pinned."""
+        return len(self._pins)
+
+    def is_pinned(self, block: BlockHash) -> bool:
+        return block in self._pins
+
+    def held(self, blocks: Sequence[BlockHash]) -> int:
+        """How many blocks of the chain are here, from the first on."""
+        low, high = 0, len(blocks)
+        while low < high:
+            middle = (low + high) // 2
+            if blocks[middle] in self:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def fits(self, blocks: int) -> bool:
+        """Whether so many blocks more could be reserved."""
+        return len(self._pins) + self.reserved + blocks <= self.capacity
+
+    def pin(self, blocks: Sequence[BlockHash], keep: bool) -> None:
+        """Nothing of the chain, all of which is here, goes until it is unpinned as often."""
+        pins, keeps = self._pins, self._keeps
+        for block in blocks:
+            count = pins.get(block)
+            if count is None:
+                pins[block] = 1
+                if block in self._kept:
+                    del self._kept[block]
+                    keeps.add(block)
+                else:
+                    del self._surplus[block]
+            else:
+                pins[block] = count + 1
+        if keep:
+            keeps.update(blocks)
+
+    def unpin(self, blocks: Sequence[BlockHash]) -> None:
+        """Undo one ``pin``, or the pin of ``fill``: the chain has just been used."""
+        pins, keeps = self._pins, self._keeps
+        for block in reversed(blocks):
+            count = pins[block]
+            if count > 1:
+                pins[block] = count - 1
+                continue
+            del pins[block]
+            if block in keeps:
+                keeps.discard(block)
+                self._kept[block] = None
+            else:
+                self._surplus[block] = None
+
+    def reserve(self, blocks: int) -> list[BlockHash]:
+        """Make room for so many blocks, which must fit; what had to go for it."""
+        self.reserved += blocks
+        gone: list[BlockHash] = []
+        while len(self) + self.reserved > self.capacity:
+            order = self._surplus or self._kept
+            gone.append(order.popitem(last=False)[0])
+        return gone
+
+    def unreserve(self, blocks: int) -> None:
+        self.reserved -= blocks
+
+    def fill(self, blocks: Sequence[BlockHash], keep: bool) -> None:
+        """Blocks that were reserved are computed: here, and pinned. Where another request has
+        computed the same meanwhile, one of the two goes."""
+        self.reserved -= len(blocks)
+        pins = self._pins
+        for block in blocks:
+            if block in self:
+                self.pin((block,), keep)
+            else:
+                pins[block] = 1
+                if keep:
+                    self._keeps.add(block)
+
+    def drop(self, blocks: Sequence[BlockHash]) -> bool:
+        """Give up the blocks, all of them or, where one is in use or not here, none."""
+        if any(block in self._pins or block not in self for block in blocks):
+            return False
+        for block in blocks:
+            order = self._kept if block in self._kept else self._surplus
+            del order[block]
+        return True
