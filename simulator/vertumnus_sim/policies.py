@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vertumnus_router.core.config import PolicyConfig
+from vertumnus_router.core.config import POLICIES, PolicyConfig
 from vertumnus_router.core.control import ControlPlane
 from vertumnus_router.core.model import CorrectionConfig
 from vertumnus_router.core.profile import Profile
@@ -15,7 +15,7 @@ from vertumnus_sim.simulation import Router
 #: A router that turns requests away looks faster than it is.
 _UNLIMITED = 10**9
 
-OURS = ("paper", "late")
+OURS = POLICIES
 NAMES = OURS
 
 

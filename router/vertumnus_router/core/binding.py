@@ -2,10 +2,10 @@
 
 from vertumnus_router.core.decodes import Decodes, room
 from vertumnus_router.core.effects import Decision, Dispatch, Effect, Pairing
-from vertumnus_router.core.ledger import Ledger
+from vertumnus_router.core.lanes import Lane, Lanes
 from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.placement import Placement, Quote, too_large, usable_blocks
-from vertumnus_router.core.policy import Lane, Policy
+from vertumnus_router.core.policy import Policy
 from vertumnus_router.core.pulls import Pulls
 from vertumnus_router.core.requests import Entry, RequestTable
 from vertumnus_router.core.statistics import PrefixStatistics
@@ -19,9 +19,9 @@ class Binding:
     def __init__(
         self,
         policy: Policy,
+        lanes: Lanes,
         placement: Placement,
         membership: Membership,
-        ledger: Ledger,
         table: RequestTable,
         decodes: Decodes,
         pulls: Pulls,
@@ -30,7 +30,7 @@ class Binding:
         self._policy = policy
         self._placement = placement
         self._membership = membership
-        self._ledger = ledger
+        self._lanes = lanes
         self._table = table
         self._decodes = decodes
         self._pulls = pulls
@@ -51,14 +51,14 @@ class Binding:
         effects: list[Effect] = []
         if not self._table.queued:
             return effects
-        lanes = self._lanes(now)
-        if any(map(self._may_bind, lanes)):
+        lanes = self._lanes.now(now)
+        if any(map(self._may_go, lanes)):
             # What is cached by now may have made another one the cheapest.
             for entry in self._table.queue()[: self._policy.window]:
                 self._table.reorder(entry, self._urgency(entry))
         planned = 0
         for entry in self._table.queue():
-            if planned == self._policy.window or not any(map(self._may_bind, lanes)):
+            if planned == self._policy.window or not any(map(self._may_go, lanes)):
                 break
             quotes = self._placement.quotes(entry, lanes, now)
             if not quotes:
@@ -72,14 +72,17 @@ class Binding:
             ):
                 break  # a batch, for which there never are rooms enough if others go first
             # A request may prefer to wait for a busy worker; those behind it see it there.
+            forms = quotes[0].lane.forms and self._may_go(quotes[0].lane)
             if self._plan(quotes[0]):
                 effects.append(self._dispatch(entry, quotes, decode, now))
+            elif forms:
+                effects += self._lanes.form(quotes[0].lane, lanes, now)
         return effects
 
     def explain(self, request: Request, now: float) -> Decision:
         """The decision that ``bind`` would come to for the request, behind the queue as it is."""
         entry = self.draft(request, now)
-        lanes = self._lanes(now)
+        lanes = self._lanes.now(now)
         for other in self._table.ahead_of(entry)[: self._policy.window]:
             quotes = self._placement.quotes(other, lanes, now)
             if quotes:
@@ -118,9 +121,14 @@ class Binding:
 
     def _may_bind(self, lane: Lane) -> bool:
         """Whether a request may go to the lane's block now, and to a decode server if it must."""
-        return self._policy.may_bind(lane) and (
-            not lane.candidate.pool.prefill_only or self._decodes.has_room
-        )
+        return self._policy.may_bind(lane) and self._has_room(lane)
+
+    def _may_go(self, lane: Lane) -> bool:
+        """Whether it may, or the block may be made for it."""
+        return (lane.forms or self._policy.may_bind(lane)) and self._has_room(lane)
+
+    def _has_room(self, lane: Lane) -> bool:
+        return not lane.candidate.pool.prefill_only or self._decodes.has_room
 
     def _pair(self, entry: Entry, choice: Quote) -> DecodeId | None:
         """The decode server for the request, None if it needs none or none has the rooms."""
@@ -186,12 +194,6 @@ class Binding:
         """The rank with the fewest requests: a split then divides them evenly."""
         ranks = (Rank(candidate.pool.pool, index) for index in candidate.block.ranks)
         return min(ranks, key=self._table.homed)
-
-    def _lanes(self, now: float) -> list[Lane]:
-        return [
-            Lane(c, self._ledger.queue_s(c.id, now), *self._ledger.load(c.id))
-            for c in self._policy.candidates(self._membership)
-        ]
 
     def _urgency(self, entry: Entry) -> float:
         return self._policy.urgency(entry.arrived_s, lambda: self._placement.least_gpu_s(entry))

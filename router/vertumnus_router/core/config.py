@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from vertumnus_router.core.model import CorrectionConfig
 
-POLICIES = ("paper", "late")
+POLICIES = ("paper", "late", "fluid")
 CONTROLLER_MODES = ("off", "observe", "on")
 PREFIX_MODES = ("off", "observe", "on")
 
@@ -35,6 +35,19 @@ class LateConfig:
         _at_least("late.window", self.window, 1)
         if not self.backlog_tau_s > 0:
             raise ConfigError(f"late.backlog_tau_s {self.backlog_tau_s}: must be above 0 s")
+
+
+@dataclass(frozen=True, slots=True)
+class FluidConfig:
+    """Fluid composition, which also has all settings of late binding. A move of one step keeps
+    its ranks for ``step_s``; a pool whose last move went wrong is not moved for ``rest_s``."""
+
+    step_s: float = 0.02
+    rest_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least("fluid.step_s", self.step_s, 0)
+        _at_least("fluid.rest_s", self.rest_s, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +193,17 @@ class PolicyConfig:
     index_mib: float = 256.0
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     late: LateConfig = field(default_factory=LateConfig)
+    fluid: FluidConfig = field(default_factory=FluidConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r}: choose one of {', '.join(POLICIES)}")
+        if self.policy == "fluid" and self.controller.mode == "on":
+            raise ConfigError(
+                "policy fluid moves the pools itself: set the controller to observe or off"
+            )
         if not self.beta > 0:
             raise ConfigError(f"beta {self.beta}: must be above 0, or service time has no price")
         _at_least("lam", self.lam, 0)

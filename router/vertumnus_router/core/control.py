@@ -46,12 +46,14 @@ from vertumnus_router.core.events import (
     RequestFinished,
     Tick,
 )
+from vertumnus_router.core.fluid import FluidLanes
+from vertumnus_router.core.lanes import Lanes, WorkerLanes
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Change, Lost, Membership
 from vertumnus_router.core.model import Correction, PrefillModel
 from vertumnus_router.core.moves import Move, PricedMove
 from vertumnus_router.core.placement import Placement, too_large
-from vertumnus_router.core.policy import make_policy
+from vertumnus_router.core.policy import FluidPolicy, make_policy
 from vertumnus_router.core.prefixes import Prefixes
 from vertumnus_router.core.profile import Profile
 from vertumnus_router.core.regroups import Regroups
@@ -98,18 +100,21 @@ class ControlPlane:
             self._prefixes.transfers,
             self._prefixes.pulls,
         )
+        self._regroups = Regroups(
+            self._model, self._index, self._membership, self._ledger, self._table
+        )
+        lanes: Lanes = WorkerLanes(self._membership, self._ledger)
+        if config.policy == FluidPolicy.name:
+            lanes = FluidLanes(config.fluid, self._membership, self._ledger, self._regroups)
         self._binding = Binding(
             policy,
+            lanes,
             self._placement,
             self._membership,
-            self._ledger,
             self._table,
             self._decodes,
             self._prefixes.pulls,
             self._prefixes.statistics,
-        )
-        self._regroups = Regroups(
-            self._model, self._index, self._membership, self._ledger, self._table
         )
         #: None when it is switched off
         self.controller: Controller | None = None
@@ -333,7 +338,7 @@ class ControlPlane:
             for entry in self._table.attached(change.pool):
                 effects += self._follow(entry, change.left, now)
             if change.left is not None:
-                effects += self._regroups.leave(change.pool, change.left)
+                effects += self._regroups.leave(change.pool, change.left, now)
         return self._settle(effects + self._regroups.advance(now), now)
 
     def _settle(self, effects: list[Effect], now: float) -> list[Effect]:

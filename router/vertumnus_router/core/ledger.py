@@ -177,6 +177,11 @@ class Ledger:
         last = next(reversed(account.reserved.values()))
         return account.tokens, account.tokens - last.uncached_tokens
 
+    def reserved(self, worker: WorkerId) -> int:
+        """How many unfinished prefills ``worker`` has."""
+        account = self._accounts.get(worker)
+        return 0 if account is None else len(account.reserved)
+
     def in_flight(self, worker: WorkerId) -> Mapping[BlockHash, int]:
         """The blocks that unfinished prefills at ``worker`` will leave there."""
         account = self._accounts.get(worker)

@@ -15,7 +15,7 @@ from vertumnus_router.core.workers import (
     Worker,
     derive_workers,
 )
-from vertumnus_router.lattice import Block
+from vertumnus_router.lattice import Block, lattice
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ class Membership:
         self._serving_ranks = 0
         self._ladder: tuple[int, ...] = ()
         self._peers: dict[int, Peer] = {}
+        self._lattices: dict[PoolId, tuple[Candidate, ...]] = {}
 
     @property
     def serving(self) -> tuple[Candidate, ...]:
@@ -150,6 +151,30 @@ class Membership:
         """The rank slots of a block of the pool, whether it serves or not."""
         known = self._pools[name]
         return sum(1 << known.ranks[index].slot for index in block.ranks)
+
+    def lattice(self, name: PoolId) -> tuple[Candidate, ...]:
+        """Every block of the pool that could serve: all its ranks live and have said what they
+        are, and the profile covers its degree. Whether it serves now is another matter."""
+        known = self._lattices.get(name)
+        if known is None:
+            known = self._lattices[name] = tuple(self._possible(self._pools[name]))
+        return known
+
+    def _possible(self, pool: _Pool) -> Iterator[Candidate]:
+        joined, out = pool.joined, set()
+        for worker in pool.workers.values():
+            if worker.state in (WorkerState.LOST, WorkerState.REFUSED):
+                out |= set(worker.candidate.block.ranks)
+        for index, record in enumerate(pool.ranks):
+            if record.report is None or record.lost is not None:
+                out.add(index)
+        for block in lattice(joined.size, joined.degrees):
+            if not out.isdisjoint(block.ranks) or block.degree not in self._ladder:
+                continue
+            members = [pool.ranks[index] for index in block.ranks]
+            lives = tuple(rank.report.incarnation for rank in members if rank.report is not None)
+            mask = sum(1 << rank.slot for rank in members)
+            yield Candidate(worker_id(joined.pool, block), block, mask, lives, joined)
 
     def degree_fault(self, degree: int) -> str | None:
         """Why blocks of that degree cannot serve, or None."""
@@ -286,6 +311,7 @@ class Membership:
         priced = (degree for degree in degrees if self._rules.degree_fault(degree) is None)
         self._ladder = tuple(sorted(priced))
         self._peers = {peer.slot: peer for peer in self._find_peers()}
+        self._lattices = {}
 
     def _find_peers(self) -> Iterator[Peer]:
         for name, pool in self._pools.items():

@@ -85,6 +85,20 @@ def adjacent(current: Collection[Block], degrees: Sequence[int]) -> tuple[Move, 
     return tuple(moves)
 
 
+def surround(current: Collection[Block], block: Block, degrees: Sequence[int]) -> tuple[Block, ...]:
+    """The composition nearest to ``current`` that has ``block``: larger ones around it are split
+    as far as it takes. ``ValueError`` if its degree is not on the ladder."""
+    ladder = sorted(set(degrees))
+    blocks = {other for other in current if not _within(other, block)}
+    while block not in blocks:
+        around = [other for other in blocks if _within(block, other)]
+        if not around:
+            blocks.add(block)
+            break
+        blocks = blocks - {around[0]} | set(_parts(around[0], ladder))
+    return tuple(sorted(blocks, key=_first))
+
+
 _Step = tuple[tuple[Block, ...], tuple[Block, ...]]
 
 

@@ -8,10 +8,11 @@ from vertumnus_router.core.config import PolicyConfig
 from vertumnus_router.core.decodes import Decodes
 from vertumnus_router.core.effects import CostTerms, Decision
 from vertumnus_router.core.events import PoolJoined
+from vertumnus_router.core.lanes import Lane
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.model import PrefillModel
-from vertumnus_router.core.policy import Lane, Policy
+from vertumnus_router.core.policy import Policy
 from vertumnus_router.core.pulls import Pull, Pulls
 from vertumnus_router.core.requests import Entry
 from vertumnus_router.core.transfers import Transfers
@@ -96,8 +97,8 @@ class Placement:
 
     def least_work(self, entry: Entry) -> tuple[int, int]:
         """R and P, uncached and cached tokens, with the longest prefix that any candidate has."""
-        candidates = self._policy.candidates(self._membership)
-        cached = max((tokens for tokens, _ in self._cached_tokens(entry, candidates)), default=0)
+        places = ((c, (c.id,)) for c in self._policy.candidates(self._membership))
+        cached = max((tokens for tokens, _ in self._cached_tokens(entry, places)), default=0)
         return max(1, entry.request.input_tokens - cached), cached
 
     def least_gpu_s(self, entry: Entry) -> float:
@@ -115,23 +116,25 @@ class Placement:
         return entry.match
 
     def _cached_tokens(
-        self, entry: Entry, candidates: Iterable[Candidate]
+        self, entry: Entry, places: Iterable[tuple[Candidate, tuple[WorkerId, ...]]]
     ) -> list[tuple[int, int]]:
-        """P at each candidate, and how much of it some of its ranks still lack. P is whole blocks
-        that one of its ranks holds, or all will where the policy counts what is being computed or
-        copied, short of the last token, which is always computed."""
+        """P at each candidate, with the workers that have its ranks, and how much of it some of its
+        ranks still lack. P is whole blocks that one of its ranks holds, or will where the policy
+        counts what is being computed or copied, short of the last token, which is always
+        computed."""
         match, blocks = self.match(entry), entry.request.blocks
         counts_in_flight = self._policy.counts_in_flight
         found = []
-        for candidate in candidates:
+        for candidate, workers in places:
             block_tokens = candidate.pool.block_tokens
             longest, common = match.longest(candidate.ranks), match.common(candidate.ranks)
             depth = longest
             if counts_in_flight and depth < len(blocks):
                 depth = max(depth, self._transfers.incoming(candidate.ranks, blocks))
-                in_flight = self._ledger.in_flight(candidate.id)
-                while depth < len(blocks) and blocks[depth] in in_flight:
-                    depth += 1
+                for worker in workers:
+                    in_flight = self._ledger.in_flight(worker)
+                    while depth < len(blocks) and blocks[depth] in in_flight:
+                        depth += 1
             usable = min(depth, usable_blocks(entry.request, block_tokens))
             lacking = max(0, min(usable, longest) - common)
             found.append((usable * block_tokens, lacking * block_tokens))
@@ -148,7 +151,7 @@ class Placement:
         terms: dict[tuple[int, int], tuple[float, float]] = {}
         quotes = []
         lanes = [lane for lane in lanes if self.can_take(entry, lane.candidate)]
-        cached_at = self._cached_tokens(entry, (lane.candidate for lane in lanes))
+        cached_at = self._cached_tokens(entry, ((lane.candidate, lane.workers) for lane in lanes))
         needed_s: float | None = None
         most = stored = max((cached for cached, _ in cached_at), default=0)
         if self._policy.charges_recomputing:
@@ -169,6 +172,8 @@ class Placement:
             else:
                 own_s, extra_s = known
             queue_s = lane.queue_s
+            if lane.switch_s:
+                extra_s += 2 * degree * lane.switch_s  # the way there, and somebody's way back
             # To compute what is being computed wastes all the GPU time that it takes.
             weight = max(lam, 1.0) if cached < most and stored < most else lam
             total = queue_s + beta * own_s + weight * extra_s
@@ -196,7 +201,7 @@ class Placement:
             return quote
         if needed_s is None:
             needed_s = least * self._model.service_s(least, uncached, cached)
-        extra_s = candidate.degree * service_s - needed_s
+        extra_s = candidate.degree * (service_s + 2 * quote.lane.switch_s) - needed_s
         total = quote.queue_s + self._policy.beta * service_s + self._policy.lam * extra_s
         # After the pull one rank holds all of it; the others take over what they lack.
         lacking = cached - min(self.match(entry).common(candidate.ranks) * block_tokens, cached)

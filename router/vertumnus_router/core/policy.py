@@ -1,37 +1,17 @@
 """What tells one policy from another: the order of the queue, the price, when to bind.
 
-Everything else (the queue, eligibility, picking, reservations) is common to all policies. Both
-policies take the committed workers as candidate blocks.
+Everything else (the queue, eligibility, picking, reservations) is common to all policies. With
+``paper`` and ``late`` the candidates are the committed workers, with ``fluid`` every block.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from vertumnus_router.core.config import LateConfig, PolicyConfig
+from vertumnus_router.core.lanes import Lane
 from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.workers import Candidate
-
-
-@dataclass(slots=True)
-class Lane:
-    """One candidate's timeline while requests are planned onto it, uncached tokens and seconds.
-
-    Made anew from the ledger for each pass over the queue, so that planning touches nothing.
-    """
-
-    candidate: Candidate
-    queue_s: float
-    tokens: int
-    tokens_before_last: int
-
-    def plan(self, service_s: float, uncached_tokens: int, binds: bool) -> None:
-        """The next request waits behind this one; one that binds also takes up room."""
-        self.queue_s += service_s
-        if binds:
-            self.tokens_before_last = self.tokens
-            self.tokens += uncached_tokens
 
 
 class Policy(Protocol):
@@ -140,7 +120,7 @@ class LatePolicy:
         return gpu_s() + self._config.ageing * arrived_s
 
     def may_bind(self, lane: Lane) -> bool:
-        return lane.tokens_before_last < lane.candidate.pool.chunk_tokens
+        return lane.open and lane.tokens_before_last < lane.candidate.pool.chunk_tokens
 
     def observe(self, queued: int, ranks: int, now: float) -> None:
         if self._observed_s is not None and ranks:
@@ -149,6 +129,18 @@ class LatePolicy:
         self._observed_s = now
 
 
+class FluidPolicy(LatePolicy):
+    """Late binding to any block of the lattice: the pools follow the requests.
+
+    J = wait + switch + s + λ·(C·(s + 2·switch) − C_min·Ê_Cmin): who changes a block pays for the
+    way there and back.
+    """
+
+    name = "fluid"
+
+
 def make_policy(config: PolicyConfig) -> Policy:
     """The policy that ``config`` names."""
-    return LatePolicy(config) if config.policy == LatePolicy.name else PaperPolicy(config)
+    known: tuple[type[PaperPolicy] | type[LatePolicy], ...] = (PaperPolicy, LatePolicy, FluidPolicy)
+    (policy,) = (one for one in known if one.name == config.policy)
+    return policy(config)

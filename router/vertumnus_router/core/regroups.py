@@ -82,6 +82,7 @@ class Regroups:
         #: have failed
         self._committed: dict[PoolId, tuple[int, tuple[Block, ...]]] = {}
         self._failed: dict[PoolId, frozenset[Block]] = {}
+        self._stopped_s: dict[PoolId, float] = {}
 
     # -- being told -------------------------------------------------------------------------------
 
@@ -107,6 +108,15 @@ class Regroups:
         """The move that the pool is in the middle of, as far as this router commanded it."""
         running = self._running.get(pool)
         return None if running is None else running.move
+
+    def destination(self, pool: PoolId) -> tuple[Block, ...] | None:
+        """The composition at the end of the plan under way, None if there is none."""
+        running = self._running.get(pool)
+        return None if running is None else running.moves[-1].move.after
+
+    def failed_s(self, pool: PoolId) -> float:
+        """When a plan of the pool last stopped short; minus infinity if none has."""
+        return self._stopped_s.get(pool, float("-inf"))
 
     def plan(self, pool: PoolId, target: tuple[Block, ...], now: float) -> tuple[PricedMove, ...]:
         """The moves that lead from what the pool is to ``target``, with what each would cost at
@@ -231,6 +241,7 @@ class Regroups:
         try:
             epoch, moves = self._plan(event.pool, event.blocks, now)
         except RegroupRefused as exc:
+            self._stopped_s[event.pool] = now
             return [PlanEnded(event.plan, event.pool, reason=str(exc))]
         if not moves:
             return [PlanEnded(event.plan, event.pool)]
@@ -257,7 +268,7 @@ class Regroups:
                     return self.advance(now)
             case _:
                 self._membership.end_drain(event.pool)
-        return [self._stop(running, event.reason or event.outcome.value)]
+        return [self._stop(running, event.reason or event.outcome.value, now)]
 
     def advance(self, now: float) -> list[Effect]:
         """Go on with the plans whose last move the ranks' reports show, and give up those that
@@ -268,12 +279,14 @@ class Regroups:
                 effects += self._settled(running, running.settle_by_s, now)
         return effects
 
-    def leave(self, pool: PoolId, cause: str) -> list[Effect]:
+    def leave(self, pool: PoolId, cause: str, now: float) -> list[Effect]:
         """All that the pool was is gone."""
         self._committed.pop(pool, None)
         self._failed.pop(pool, None)
         running = self._running.get(pool)
-        return [] if running is None else [self._stop(running, cause)]
+        effects: list[Effect] = [] if running is None else [self._stop(running, cause, now)]
+        self._stopped_s.pop(pool, None)
+        return effects
 
     def _settled(self, running: _Running, by_s: float, now: float) -> list[Effect]:
         workers = {w.candidate.block: w for w in self._membership.workers_of(running.pool)}
@@ -281,19 +294,21 @@ class Regroups:
         needed = running.move.arriving + (() if following is None else following.leaving)
         for worker in (workers[block] for block in needed if block in workers):
             if worker.state in (WorkerState.LOST, WorkerState.REFUSED):
-                return [self._stop(running, f"block {worker.id} has failed: {worker.reason}")]
+                reason = f"block {worker.id} has failed: {worker.reason}"
+                return [self._stop(running, reason, now)]
         arrived = [workers.get(block) for block in running.move.arriving]
         if all(w is not None and w.formed and w.epoch >= running.epoch for w in arrived):
             running.settle_by_s = None
             if following is None:
                 self._membership.end_drain(running.pool)
-                return [self._stop(running, None)]
+                return [self._stop(running, None, now)]
             running.at += 1
             return [self._command(running)]
         if now >= by_s:
             self._membership.end_drain(running.pool)
             new = format_composition(running.move.after)
-            return [self._stop(running, f"the ranks do not report {new}, which was committed")]
+            reason = f"the ranks do not report {new}, which was committed"
+            return [self._stop(running, reason, now)]
         return []
 
     def _command(self, running: _Running) -> Regroup:
@@ -301,6 +316,8 @@ class Regroups:
         self._membership.drain(running.pool, move.leaving, f"the pool is moving from {move}")
         return Regroup(running.plan, running.pool, running.epoch, move.before, move.after)
 
-    def _stop(self, running: _Running, reason: str | None) -> PlanEnded:
+    def _stop(self, running: _Running, reason: str | None, now: float) -> PlanEnded:
         del self._running[running.pool]
+        if reason is not None:
+            self._stopped_s[running.pool] = now
         return PlanEnded(running.plan, running.pool, running.moves, tuple(running.ended), reason)
