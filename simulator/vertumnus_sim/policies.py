@@ -8,6 +8,7 @@ from vertumnus_router.core.control import ControlPlane
 from vertumnus_router.core.model import CorrectionConfig
 from vertumnus_router.core.profile import Profile
 
+from vertumnus_sim.baselines import BASELINES, make_baseline
 from vertumnus_sim.scenario import Hardware
 from vertumnus_sim.settings import apply, names
 from vertumnus_sim.simulation import Router
@@ -16,7 +17,7 @@ from vertumnus_sim.simulation import Router
 _UNLIMITED = 10**9
 
 OURS = POLICIES
-NAMES = OURS
+NAMES = (*OURS, *BASELINES)
 
 
 def make_router(
@@ -26,8 +27,10 @@ def make_router(
 
     Raises ``ValueError`` for a name or a setting that is not there.
     """
+    if name in BASELINES:
+        return make_baseline(name, settings, profile, seed)
     if name not in OURS:
-        raise ValueError(f"policy {name!r}: choose one of {', '.join(OURS)}")
+        raise ValueError(f"policy {name!r}: choose one of {', '.join(NAMES)}")
     return ControlPlane(policy_config(name, settings, hardware, seed), profile)
 
 

@@ -89,7 +89,7 @@ class FluidLanes:
     def _target(
         self, pool: PoolJoined, current: _Composition, block: Block
     ) -> tuple[_Composition, int]:
-        """The composition nearest to ``current`` that has ``block``, and how many moves lead there."""
+        """The composition nearest to ``current`` that has ``block``, and the moves to it."""
         found = self._targets.get((current, block))
         if found is None:
             target = surround(current, block, pool.degrees)

@@ -268,6 +268,11 @@ class BaselineRouter:
         """Reservations of prefills that have not ended."""
         return len(self._ledger)
 
+    @property
+    def scanning(self) -> bool:
+        """It never scans."""
+        return False
+
     def violations(self) -> list[str]:
         """Every broken invariant of the state, for tests; empty when all hold."""
         return violations(self._table, self._ledger, self._membership, self._decodes)
