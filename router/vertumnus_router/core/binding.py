@@ -1,16 +1,19 @@
 """The pass over the central queue: plan in order, bind what may bind now."""
 
+from vertumnus_router.core.chains import usable_blocks
 from vertumnus_router.core.decodes import Decodes, room
 from vertumnus_router.core.effects import Decision, Dispatch, Effect, Pairing
+from vertumnus_router.core.lanes import Lanes
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Membership
-from vertumnus_router.core.placement import Placement, Quote, too_large, usable_blocks
-from vertumnus_router.core.policy import Lane, Policy
+from vertumnus_router.core.placement import Placement, too_large
+from vertumnus_router.core.policy import Policy
+from vertumnus_router.core.pricing import Quotes
 from vertumnus_router.core.pulls import Pulls
 from vertumnus_router.core.requests import Entry, RequestTable
 from vertumnus_router.core.statistics import PrefixStatistics
 from vertumnus_router.core.types import DecodeId, Rank, Request
-from vertumnus_router.core.workers import Candidate
+from vertumnus_router.core.workers import Candidate, Candidates
 
 
 class Binding:
@@ -46,52 +49,59 @@ class Binding:
         entry.urgency = self._urgency(entry)
         return entry
 
-    def bind(self, now: float) -> list[Effect]:
-        """Plan the queue in its order onto the candidates' timelines; dispatch what may go."""
+    def bind(self, now: float, drafted: Entry | None = None) -> list[Effect]:
+        """Plan the queue in its order onto the candidates' timelines; dispatch what may go.
+        ``drafted`` is in its place in the queue as of now."""
         effects: list[Effect] = []
         if not self._table.queued:
             return effects
-        lanes = self._lanes(now)
-        if any(map(self._may_bind, lanes)):
-            # What is cached by now may have made another one the cheapest.
-            for entry in self._table.queue()[: self._policy.window]:
+        candidates = self._policy.candidates(self._membership)
+        loads = self._ledger.loads(candidates.ids)
+        if not self._any_may_bind(candidates, loads):
+            return effects
+        # What is cached by now may have made another one the cheapest.
+        for entry in self._table.queue()[: self._policy.window]:
+            if entry is not drafted:
                 self._table.reorder(entry, self._urgency(entry))
+        lanes = Lanes(candidates, self._ledger.queues_s(candidates.ids, now), loads)
         planned = 0
         for entry in self._table.queue():
-            if planned == self._policy.window or not any(map(self._may_bind, lanes)):
+            if planned == self._policy.window:
                 break
             quotes = self._placement.quotes(entry, lanes, now)
-            if not quotes:
+            if quotes is None:
                 continue
             planned += 1
-            decode = self._pair(entry, quotes[0])
-            if (
-                quotes[0].lane.candidate.pool.prefill_only
-                and decode is None
-                and self._decodes.has_room
-            ):
+            decode = self._pair(entry, quotes)
+            if quotes.candidate.pool.prefill_only and decode is None and self._decodes.has_room:
                 break  # a batch, for which there never are rooms enough if others go first
             # A request may prefer to wait for a busy worker; those behind it see it there.
-            if self._plan(quotes[0]):
+            if self._plan(lanes, quotes):
                 effects.append(self._dispatch(entry, quotes, decode, now))
+                if not self._any_may_bind(candidates, loads):
+                    break
         return effects
 
     def explain(self, request: Request, now: float) -> Decision:
         """The decision that ``bind`` would come to for the request, behind the queue as it is."""
         entry = self.draft(request, now)
-        lanes = self._lanes(now)
+        candidates = self._policy.candidates(self._membership)
+        lanes = Lanes(
+            candidates,
+            self._ledger.queues_s(candidates.ids, now),
+            self._ledger.loads(candidates.ids),
+        )
         for other in self._table.ahead_of(entry)[: self._policy.window]:
             quotes = self._placement.quotes(other, lanes, now)
-            if quotes:
-                self._plan(quotes[0])
+            if quotes is not None:
+                self._plan(lanes, quotes)
         quotes = self._placement.quotes(entry, lanes, now)
-        decode = self._pair(entry, quotes[0]) if quotes else None
+        decode = None if quotes is None else self._pair(entry, quotes)
         return self._placement.decision(entry, quotes, decode)
 
     def mark_stranded(self, entry: Entry, now: float) -> None:
         """Note since when no serving worker could take the queued request."""
-        candidates = self._policy.candidates(self._membership)
-        if any(self._placement.can_take(entry, candidate) for candidate in candidates):
+        if self._placement.can_take(entry):
             entry.stranded_s = None
         elif entry.stranded_s is None:
             entry.stranded_s = now
@@ -102,7 +112,7 @@ class Binding:
         With none serving, or none that it fits, there is still something to wait for; what
         drains comes back, or others in its place.
         """
-        candidates = self._policy.candidates(self._membership) + self._membership.draining
+        candidates = self._policy.candidates(self._membership).each + self._membership.draining
         fitting = [
             candidate
             for candidate in candidates
@@ -110,28 +120,34 @@ class Binding:
         ]
         return bool(fitting) and None not in map(entry.rules_out, fitting)
 
-    def _plan(self, choice: Quote) -> bool:
+    def _plan(self, lanes: Lanes, quotes: Quotes) -> bool:
         """Put the request on the timeline that it chose; whether it may also bind."""
-        binds = self._may_bind(choice.lane)
-        choice.lane.plan(choice.service_s, choice.uncached_tokens, binds)
+        pool, at, offer = quotes.candidate.pool, quotes.lane, quotes.offer
+        binds = self._policy.may_bind(pool, lanes.loads[at]) and (
+            not pool.prefill_only or self._decodes.has_room
+        )
+        lanes.plan(at, offer.service_s, offer.uncached_tokens, binds)
         return binds
 
-    def _may_bind(self, lane: Lane) -> bool:
-        """Whether a request may go to the lane's block now, and to a decode server if it must."""
-        return self._policy.may_bind(lane) and (
-            not lane.candidate.pool.prefill_only or self._decodes.has_room
+    def _any_may_bind(self, candidates: Candidates, loads: list[tuple[int, int]]) -> bool:
+        """Whether a request may go to some candidate now, and to a decode server if it must."""
+        may_bind, has_room = self._policy.may_bind, self._decodes.has_room
+        return any(
+            may_bind(candidate.pool, load)
+            for candidate, load in zip(candidates.each, loads, strict=True)
+            if has_room or not candidate.pool.prefill_only
         )
 
-    def _pair(self, entry: Entry, choice: Quote) -> DecodeId | None:
+    def _pair(self, entry: Entry, quotes: Quotes) -> DecodeId | None:
         """The decode server for the request, None if it needs none or none has the rooms."""
-        if not choice.lane.candidate.pool.prefill_only:
+        if not quotes.candidate.pool.prefill_only:
             return None
         return self._decodes.choose(entry.request.prompts, avoid=entry.failed_decodes)
 
     def _dispatch(
-        self, entry: Entry, quotes: list[Quote], decode: DecodeId | None, now: float
+        self, entry: Entry, quotes: Quotes, decode: DecodeId | None, now: float
     ) -> Dispatch:
-        choice, candidate = quotes[0], quotes[0].lane.candidate
+        offer, candidate = quotes.offer, quotes.candidate
         home = self._home(candidate)
         decision = self._placement.decision(entry, quotes, decode)
         if self._statistics is not None and not entry.tried:
@@ -139,21 +155,23 @@ class Binding:
         # What will be there once it has been computed or pulled; not if nobody asks.
         asked = self._policy.counts_in_flight or self._pulls.enabled
         blocks = entry.request.blocks if asked else ()
+        wanted = None
+        if offer.pull_tokens:
+            wanted = self._pulls.find(entry.request, quotes.match, candidate, now)
         self._table.bind(
-            entry, candidate, home, choice.service_s, choice.uncached_tokens, blocks, decode, now
+            entry, candidate, home, offer.service_s, offer.uncached_tokens, blocks, decode, now
         )
         attempt = len(entry.tried)
         pair = None
         if decode is not None:
             pair = Pairing(decode, room(entry.id, attempt, home.index, candidate.pool.size))
         pull = None
-        if choice.pull is not None:
-            pull = self._pulls.begin(choice.pull, entry.request, now)
+        if wanted is not None:
+            pull = self._pulls.begin(wanted, entry.request, now)
         elif asked:
             # What it counts on is not there before the copy that brings it has ended.
             usable = usable_blocks(entry.request, candidate.pool.block_tokens)
-            match = self._placement.match(entry)
-            pull = self._pulls.on_its_way(entry.request, match, candidate, usable)
+            pull = self._pulls.on_its_way(entry.request, quotes.match, candidate, usable)
         return Dispatch(
             request_id=entry.id,
             pool=candidate.pool.pool,
@@ -165,20 +183,16 @@ class Binding:
             pull=pull,
         )
 
-    def _count(self, statistics: PrefixStatistics, entry: Entry, quotes: list[Quote]) -> None:
+    def _count(self, statistics: PrefixStatistics, entry: Entry, quotes: Quotes) -> None:
         """Count what the request finds where it goes, and what it would have found at the degree
         that it would have gone to without a queue."""
-        candidate, block_tokens = (
-            quotes[0].lane.candidate,
-            quotes[0].lane.candidate.pool.block_tokens,
-        )
-        preferred = min(quotes, key=lambda quote: quote.total - quote.queue_s)
+        block_tokens = quotes.candidate.pool.block_tokens
         statistics.dispatched(
             entry.request,
-            self._placement.match(entry),
-            candidate.degree,
-            quotes[0].cached_tokens // block_tokens,
-            preferred.lane.candidate.degree,
+            quotes.match,
+            quotes.candidate.degree,
+            quotes.offer.cached_tokens // block_tokens,
+            quotes.preferred().degree,
             usable_blocks(entry.request, block_tokens),
         )
 
@@ -186,12 +200,6 @@ class Binding:
         """The rank with the fewest requests: a split then divides them evenly."""
         ranks = (Rank(candidate.pool.pool, index) for index in candidate.block.ranks)
         return min(ranks, key=self._table.homed)
-
-    def _lanes(self, now: float) -> list[Lane]:
-        return [
-            Lane(c, self._ledger.queue_s(c.id, now), *self._ledger.load(c.id))
-            for c in self._policy.candidates(self._membership)
-        ]
 
     def _urgency(self, entry: Entry) -> float:
         return self._policy.urgency(entry.arrived_s, lambda: self._placement.least_gpu_s(entry))

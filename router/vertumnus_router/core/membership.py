@@ -9,6 +9,7 @@ from vertumnus_router.core.types import PoolId, Rank, WorkerId, WorkerState, wor
 from vertumnus_router.core.workers import (
     NO_DRAIN,
     Candidate,
+    Candidates,
     Drain,
     RankRecord,
     Rules,
@@ -83,16 +84,29 @@ class Membership:
         self._free_slots: list[int] = []  # descending
         self._slots = 0
         self._workers: tuple[Worker, ...] = ()
-        self._serving: tuple[Candidate, ...] = ()
+        self._out: tuple[Worker, ...] = ()
+        self._candidates = Candidates(())
         self._draining: tuple[Candidate, ...] = ()
         self._serving_ranks = 0
         self._ladder: tuple[int, ...] = ()
+        self._joined: tuple[PoolJoined, ...] = ()
         self._peers: dict[int, Peer] = {}
+        self._alike: dict[tuple[int, int], int] = {}
 
     @property
     def serving(self) -> tuple[Candidate, ...]:
         """The committed blocks: every worker that takes requests."""
-        return self._serving
+        return self._candidates.each
+
+    @property
+    def candidates(self) -> Candidates:
+        """The same in columns. Another object after every change."""
+        return self._candidates
+
+    @property
+    def out(self) -> tuple[Worker, ...]:
+        """The workers that do not serve."""
+        return self._out
 
     @property
     def draining(self) -> tuple[Candidate, ...]:
@@ -103,6 +117,11 @@ class Membership:
     def peers(self) -> Mapping[int, Peer]:
         """The ranks that can copy prefixes, by slot. Another object after every change."""
         return self._peers
+
+    @property
+    def alike(self) -> Mapping[tuple[int, int], int]:
+        """The same ranks by geometry, masks: those that can copy from each other."""
+        return self._alike
 
     @property
     def serving_ranks(self) -> int:
@@ -129,7 +148,7 @@ class Membership:
 
     @property
     def pools(self) -> tuple[PoolJoined, ...]:
-        return tuple(pool.joined for pool in self._pools.values())
+        return self._joined
 
     def pool(self, name: PoolId) -> PoolJoined | None:
         known = self._pools.get(name)
@@ -278,14 +297,19 @@ class Membership:
 
     def _publish(self) -> None:
         self._workers = tuple(w for pool in self._pools.values() for w in pool.workers.values())
-        self._serving = tuple(w.candidate for w in self._workers if w.serving)
+        self._out = tuple(w for w in self._workers if not w.serving)
+        self._candidates = Candidates(tuple(w.candidate for w in self._workers if w.serving))
+        self._joined = tuple(pool.joined for pool in self._pools.values())
         draining = (w for w in self._workers if w.state is WorkerState.DRAINING)
         self._draining = tuple(w.candidate for w in draining)
-        self._serving_ranks = sum(candidate.degree for candidate in self._serving)
+        self._serving_ranks = sum(candidate.degree for candidate in self.serving)
         degrees = {degree for pool in self.pools for degree in pool.degrees}
         priced = (degree for degree in degrees if self._rules.degree_fault(degree) is None)
         self._ladder = tuple(sorted(priced))
         self._peers = {peer.slot: peer for peer in self._find_peers()}
+        self._alike = {}
+        for slot, peer in self._peers.items():
+            self._alike[peer.geometry] = self._alike.get(peer.geometry, 0) | 1 << slot
 
     def _find_peers(self) -> Iterator[Peer]:
         for name, pool in self._pools.items():
@@ -300,6 +324,14 @@ class Membership:
                 if known is None or known.state not in (WorkerState.LOST, WorkerState.REFUSED):
                     life = Life(report.rank, report.incarnation)
                     yield Peer(life, record.slot, worker, pool.joined)
+
+
+def slots(ranks: int) -> Iterator[int]:
+    """The slots in a mask of ranks, ascending."""
+    while ranks:
+        lowest = ranks & -ranks
+        yield lowest.bit_length() - 1
+        ranks ^= lowest
 
 
 def _claim(report: RankReported) -> tuple[object, ...]:

@@ -6,32 +6,12 @@ policies take the committed workers as candidate blocks.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from vertumnus_router.core.config import LateConfig, PolicyConfig
+from vertumnus_router.core.events import PoolJoined
 from vertumnus_router.core.membership import Membership
-from vertumnus_router.core.workers import Candidate
-
-
-@dataclass(slots=True)
-class Lane:
-    """One candidate's timeline while requests are planned onto it, uncached tokens and seconds.
-
-    Made anew from the ledger for each pass over the queue, so that planning touches nothing.
-    """
-
-    candidate: Candidate
-    queue_s: float
-    tokens: int
-    tokens_before_last: int
-
-    def plan(self, service_s: float, uncached_tokens: int, binds: bool) -> None:
-        """The next request waits behind this one; one that binds also takes up room."""
-        self.queue_s += service_s
-        if binds:
-            self.tokens_before_last = self.tokens
-            self.tokens += uncached_tokens
+from vertumnus_router.core.workers import Candidates
 
 
 class Policy(Protocol):
@@ -61,15 +41,16 @@ class Policy(Protocol):
         degree with the longest prefix that any candidate has, with a weight of 1 at least where
         that is being computed at this moment; else beyond that with the prefix at hand."""
 
-    def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
+    def candidates(self, membership: Membership) -> Candidates:
         """The blocks that a request may run on."""
 
     def urgency(self, arrived_s: float, gpu_s: Callable[[], float]) -> float:
         """Rank in the queue, lowest first. ``gpu_s`` gives g, the request's GPU-seconds at
         the smallest degree with its best prefix hit."""
 
-    def may_bind(self, lane: Lane) -> bool:
-        """Whether a request may go to the lane's block now."""
+    def may_bind(self, pool: PoolJoined, load: tuple[int, int]) -> bool:
+        """Whether a request may go to a block of the pool now whose unfinished prefills, all and
+        without the last, have ``load`` uncached tokens."""
 
     def observe(self, queued: int, ranks: int, now: float) -> None:
         """``queued`` requests have waited for ``ranks`` ranks since the last call."""
@@ -88,13 +69,13 @@ class PaperPolicy:
         self.beta = config.beta
         self.lam = config.lam
 
-    def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
-        return membership.serving
+    def candidates(self, membership: Membership) -> Candidates:
+        return membership.candidates
 
     def urgency(self, arrived_s: float, gpu_s: Callable[[], float]) -> float:
         return arrived_s
 
-    def may_bind(self, lane: Lane) -> bool:
+    def may_bind(self, pool: PoolJoined, load: tuple[int, int]) -> bool:
         return True
 
     def observe(self, queued: int, ranks: int, now: float) -> None:
@@ -132,18 +113,19 @@ class LatePolicy:
         # A fixed λ fails across loads, an uncapped one can lock up.
         return min(self._config.lam_cap, self._base_lam + self._config.lam_gain * self._backlog)
 
-    def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
-        return membership.serving
+    def candidates(self, membership: Membership) -> Candidates:
+        return membership.candidates
 
     def urgency(self, arrived_s: float, gpu_s: Callable[[], float]) -> float:
         # g − ageing·(now − arrived) without the now, which is the same for everyone.
         return gpu_s() + self._config.ageing * arrived_s
 
-    def may_bind(self, lane: Lane) -> bool:
-        return lane.tokens_before_last < lane.candidate.pool.chunk_tokens
+    def may_bind(self, pool: PoolJoined, load: tuple[int, int]) -> bool:
+        return load[1] < pool.chunk_tokens
 
     def observe(self, queued: int, ranks: int, now: float) -> None:
-        if self._observed_s is not None and ranks:
+        # Without a queue then and now the average stays 0.
+        if self._observed_s is not None and ranks and (queued or self._backlog):
             weight = -math.expm1(-(now - self._observed_s) / self._config.backlog_tau_s)
             self._backlog += weight * (queued / ranks - self._backlog)
         self._observed_s = now
