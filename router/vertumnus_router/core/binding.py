@@ -1,11 +1,13 @@
 """The pass over the central queue: plan in order, bind what may bind now."""
 
+from vertumnus_router.core.chains import usable_blocks
 from vertumnus_router.core.decodes import Decodes, room
 from vertumnus_router.core.effects import Decision, Dispatch, Effect, Pairing
-from vertumnus_router.core.lanes import Lane, Lanes
+from vertumnus_router.core.lanes import Lanes, LaneSource
 from vertumnus_router.core.membership import Membership
-from vertumnus_router.core.placement import Placement, Quote, too_large, usable_blocks
+from vertumnus_router.core.placement import Placement, too_large
 from vertumnus_router.core.policy import Policy
+from vertumnus_router.core.pricing import Quotes
 from vertumnus_router.core.pulls import Pulls
 from vertumnus_router.core.requests import Entry, RequestTable
 from vertumnus_router.core.statistics import PrefixStatistics
@@ -19,7 +21,7 @@ class Binding:
     def __init__(
         self,
         policy: Policy,
-        lanes: Lanes,
+        lanes: LaneSource,
         placement: Placement,
         membership: Membership,
         table: RequestTable,
@@ -46,37 +48,40 @@ class Binding:
         entry.urgency = self._urgency(entry)
         return entry
 
-    def bind(self, now: float) -> list[Effect]:
-        """Plan the queue in its order onto the candidates' timelines; dispatch what may go."""
+    def bind(self, now: float, drafted: Entry | None = None) -> list[Effect]:
+        """Plan the queue in its order onto the candidates' timelines; dispatch what may go.
+        ``drafted`` is in its place in the queue as of now."""
         effects: list[Effect] = []
         if not self._table.queued:
             return effects
         lanes = self._lanes.now(now)
-        if any(map(self._may_go, lanes)):
-            # What is cached by now may have made another one the cheapest.
-            for entry in self._table.queue()[: self._policy.window]:
+        if not self._any_may_go(lanes):
+            return effects
+        # What is cached by now may have made another one the cheapest.
+        for entry in self._table.queue()[: self._policy.window]:
+            if entry is not drafted:
                 self._table.reorder(entry, self._urgency(entry))
         planned = 0
         for entry in self._table.queue():
-            if planned == self._policy.window or not any(map(self._may_go, lanes)):
+            if planned == self._policy.window:
                 break
             quotes = self._placement.quotes(entry, lanes, now)
-            if not quotes:
+            if quotes is None:
                 continue
             planned += 1
-            decode = self._pair(entry, quotes[0])
-            if (
-                quotes[0].lane.candidate.pool.prefill_only
-                and decode is None
-                and self._decodes.has_room
-            ):
+            decode = self._pair(entry, quotes)
+            if quotes.candidate.pool.prefill_only and decode is None and self._decodes.has_room:
                 break  # a batch, for which there never are rooms enough if others go first
             # A request may prefer to wait for a busy worker; those behind it see it there.
-            forms = quotes[0].lane.forms and self._may_go(quotes[0].lane)
-            if self._plan(quotes[0]):
+            forms = lanes.forms(quotes.lane) and self._has_room(quotes.candidate)
+            if self._plan(lanes, quotes):
                 effects.append(self._dispatch(entry, quotes, decode, now))
             elif forms:
-                effects += self._lanes.form(quotes[0].lane, lanes, now)
+                effects += self._lanes.form(lanes, quotes.lane, now)
+            else:
+                continue
+            if not self._any_may_go(lanes):
+                break
         return effects
 
     def explain(self, request: Request, now: float) -> Decision:
@@ -85,16 +90,15 @@ class Binding:
         lanes = self._lanes.now(now)
         for other in self._table.ahead_of(entry)[: self._policy.window]:
             quotes = self._placement.quotes(other, lanes, now)
-            if quotes:
-                self._plan(quotes[0])
+            if quotes is not None:
+                self._plan(lanes, quotes)
         quotes = self._placement.quotes(entry, lanes, now)
-        decode = self._pair(entry, quotes[0]) if quotes else None
+        decode = None if quotes is None else self._pair(entry, quotes)
         return self._placement.decision(entry, quotes, decode)
 
     def mark_stranded(self, entry: Entry, now: float) -> None:
         """Note since when no serving worker could take the queued request."""
-        candidates = self._policy.candidates(self._membership)
-        if any(self._placement.can_take(entry, candidate) for candidate in candidates):
+        if self._placement.can_take(entry):
             entry.stranded_s = None
         elif entry.stranded_s is None:
             entry.stranded_s = now
@@ -105,7 +109,7 @@ class Binding:
         With none serving, or none that it fits, there is still something to wait for; what
         drains comes back, or others in its place.
         """
-        candidates = self._policy.candidates(self._membership) + self._membership.draining
+        candidates = self._policy.candidates(self._membership).each + self._membership.draining
         fitting = [
             candidate
             for candidate in candidates
@@ -113,33 +117,40 @@ class Binding:
         ]
         return bool(fitting) and None not in map(entry.rules_out, fitting)
 
-    def _plan(self, choice: Quote) -> bool:
+    def _plan(self, lanes: Lanes, quotes: Quotes) -> bool:
         """Put the request on the timeline that it chose; whether it may also bind."""
-        binds = self._may_bind(choice.lane)
-        choice.lane.plan(choice.service_s, choice.uncached_tokens, binds)
+        at, offer = quotes.lane, quotes.offer
+        binds = self._may_bind(lanes, at) and self._has_room(quotes.candidate)
+        lanes.plan(at, offer.service_s, offer.uncached_tokens, binds)
         return binds
 
-    def _may_bind(self, lane: Lane) -> bool:
-        """Whether a request may go to the lane's block now, and to a decode server if it must."""
-        return self._policy.may_bind(lane) and self._has_room(lane)
+    def _any_may_go(self, lanes: Lanes) -> bool:
+        """Whether a request may go to some candidate now, or have one made, and to a decode
+        server if it must."""
+        return any(
+            self._may_bind(lanes, at) or lanes.forms(at)
+            for at, candidate in enumerate(lanes.candidates.each)
+            if self._has_room(candidate)
+        )
 
-    def _may_go(self, lane: Lane) -> bool:
-        """Whether it may, or the block may be made for it."""
-        return (lane.forms or self._policy.may_bind(lane)) and self._has_room(lane)
+    def _may_bind(self, lanes: Lanes, at: int) -> bool:
+        return lanes.serves(at) and self._policy.may_bind(
+            lanes.candidates.each[at].pool, lanes.loads[at]
+        )
 
-    def _has_room(self, lane: Lane) -> bool:
-        return not lane.candidate.pool.prefill_only or self._decodes.has_room
+    def _has_room(self, candidate: Candidate) -> bool:
+        return not candidate.pool.prefill_only or self._decodes.has_room
 
-    def _pair(self, entry: Entry, choice: Quote) -> DecodeId | None:
+    def _pair(self, entry: Entry, quotes: Quotes) -> DecodeId | None:
         """The decode server for the request, None if it needs none or none has the rooms."""
-        if not choice.lane.candidate.pool.prefill_only:
+        if not quotes.candidate.pool.prefill_only:
             return None
         return self._decodes.choose(entry.request.prompts, avoid=entry.failed_decodes)
 
     def _dispatch(
-        self, entry: Entry, quotes: list[Quote], decode: DecodeId | None, now: float
+        self, entry: Entry, quotes: Quotes, decode: DecodeId | None, now: float
     ) -> Dispatch:
-        choice, candidate = quotes[0], quotes[0].lane.candidate
+        offer, candidate = quotes.offer, quotes.candidate
         home = self._home(candidate)
         decision = self._placement.decision(entry, quotes, decode)
         if self._statistics is not None and not entry.tried:
@@ -147,21 +158,23 @@ class Binding:
         # What will be there once it has been computed or pulled; not if nobody asks.
         asked = self._policy.counts_in_flight or self._pulls.enabled
         blocks = entry.request.blocks if asked else ()
+        wanted = None
+        if offer.pull_tokens:
+            wanted = self._pulls.find(entry.request, quotes.match, candidate, now)
         self._table.bind(
-            entry, candidate, home, choice.service_s, choice.uncached_tokens, blocks, decode, now
+            entry, candidate, home, offer.service_s, offer.uncached_tokens, blocks, decode, now
         )
         attempt = len(entry.tried)
         pair = None
         if decode is not None:
             pair = Pairing(decode, room(entry.id, attempt, home.index, candidate.pool.size))
         pull = None
-        if choice.pull is not None:
-            pull = self._pulls.begin(choice.pull, entry.request, now)
+        if wanted is not None:
+            pull = self._pulls.begin(wanted, entry.request, now)
         elif asked:
             # What it counts on is not there before the copy that brings it has ended.
             usable = usable_blocks(entry.request, candidate.pool.block_tokens)
-            match = self._placement.match(entry)
-            pull = self._pulls.on_its_way(entry.request, match, candidate, usable)
+            pull = self._pulls.on_its_way(entry.request, quotes.match, candidate, usable)
         return Dispatch(
             request_id=entry.id,
             pool=candidate.pool.pool,
@@ -173,20 +186,16 @@ class Binding:
             pull=pull,
         )
 
-    def _count(self, statistics: PrefixStatistics, entry: Entry, quotes: list[Quote]) -> None:
+    def _count(self, statistics: PrefixStatistics, entry: Entry, quotes: Quotes) -> None:
         """Count what the request finds where it goes, and what it would have found at the degree
         that it would have gone to without a queue."""
-        candidate, block_tokens = (
-            quotes[0].lane.candidate,
-            quotes[0].lane.candidate.pool.block_tokens,
-        )
-        preferred = min(quotes, key=lambda quote: quote.total - quote.queue_s)
+        block_tokens = quotes.candidate.pool.block_tokens
         statistics.dispatched(
             entry.request,
-            self._placement.match(entry),
-            candidate.degree,
-            quotes[0].cached_tokens // block_tokens,
-            preferred.lane.candidate.degree,
+            quotes.match,
+            quotes.candidate.degree,
+            quotes.offer.cached_tokens // block_tokens,
+            quotes.preferred().degree,
             usable_blocks(entry.request, block_tokens),
         )
 

@@ -154,7 +154,7 @@ class Choice:
 
     def _load(self, peer: Peer, now: float) -> tuple[float, int, int]:
         queue_s = self._ledger.queue_s(peer.worker, now)
-        return queue_s, self._transfers.given(peer.slot), peer.slot
+        return queue_s, self._transfers.giving().get(peer.slot, 0), peer.slot
 
     def _alike(self, peer: Peer) -> int:
         """The ranks whose KV is laid out as the peer's, a mask."""

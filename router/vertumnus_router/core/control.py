@@ -9,6 +9,7 @@ the same times give the same effects, live and in a replay.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from vertumnus_router.core import refusals
 from vertumnus_router.core.audit import violations
@@ -47,7 +48,7 @@ from vertumnus_router.core.events import (
     Tick,
 )
 from vertumnus_router.core.fluid import FluidLanes
-from vertumnus_router.core.lanes import Lanes, WorkerLanes
+from vertumnus_router.core.lanes import LaneSource, WorkerLanes
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Change, Lost, Membership
 from vertumnus_router.core.model import Correction, PrefillModel
@@ -103,7 +104,7 @@ class ControlPlane:
         self._regroups = Regroups(
             self._model, self._index, self._membership, self._ledger, self._table
         )
-        lanes: Lanes = WorkerLanes(self._membership, self._ledger)
+        lanes: LaneSource = WorkerLanes(policy, self._membership, self._ledger)
         if config.policy == FluidPolicy.name:
             lanes = FluidLanes(config.fluid, self._membership, self._ledger, self._regroups)
         self._binding = Binding(
@@ -120,6 +121,20 @@ class ControlPlane:
         self.controller: Controller | None = None
         if config.controller.mode != "off":
             self.controller = Controller(config.controller, self._model.compared_s, profile.kappa)
+        # What comes several times for every request, in tables: to tell it apart one by one would
+        # take as long as to take it in.
+        self._index_events: dict[type, Callable[[Any], None]] = {
+            BlocksStored: self._stored,
+            BlocksRemoved: self._removed,
+            IndexReset: self._reset,
+        }
+        self._request_events: dict[type, Callable[[Any, float], list[Effect]]] = {
+            RequestArrived: self._arrived,
+            PrefillStarted: self._prefill_started,
+            PrefillFinished: self._prefill_finished,
+            HandedOver: self._handed_over,
+            RequestFinished: self._over,
+        }
         self._now = float("-inf")
         #: how often a request went on in another worker because its home did
         self.requests_moved = 0
@@ -132,28 +147,14 @@ class ControlPlane:
         if now < self._now:
             raise ValueError(f"time went back from {self._now} to {now}")
         self._now = now
-        match event:
-            case BlocksStored(rank, parent, blocks):
-                self._with_slot(rank, lambda slot: self._index.store(slot, parent, blocks))
-                return []
-            case BlocksRemoved(rank, blocks):
-                self._with_slot(rank, lambda slot: self._index.remove(slot, blocks))
-                return []
-            case IndexReset(rank):
-                self._with_slot(rank, lambda slot: self._index.reset(1 << slot))
-                return []
+        kind = type(event)
+        if kind in self._index_events:
+            self._index_events[kind](event)
+            return []
         self._binding.observe(now)
+        if kind in self._request_events:
+            return self._request_events[kind](event, now)
         match event:
-            case RequestArrived(request):
-                return self._arrived(request, now)
-            case PrefillStarted():
-                return self._prefill_started(event, now)
-            case PrefillFinished():
-                return self._prefill_finished(event, now)
-            case HandedOver():
-                return self._handed_over(event, now)
-            case RequestFinished(request_id):
-                return self._over(request_id, now)
             case RequestFailed():
                 return self._failed(event, now)
             case RequestCancelled(request_id):
@@ -186,8 +187,26 @@ class ControlPlane:
                 effects = self._regroups.advance(now) + self._recompose(now)
                 effects += self._expire(now) + self._binding.bind(now)
                 return effects + self._prefixes.tick(now)
+            case _:
+                raise TypeError(f"{event!r} is no event of the control plane")
 
-    def _arrived(self, request: Request, now: float) -> list[Effect]:
+    def _stored(self, event: BlocksStored) -> None:
+        slot = self._membership.slot(event.rank)
+        if slot is not None:
+            self._index.store(slot, event.parent, event.blocks)
+
+    def _removed(self, event: BlocksRemoved) -> None:
+        slot = self._membership.slot(event.rank)
+        if slot is not None:
+            self._index.remove(slot, event.blocks)
+
+    def _reset(self, event: IndexReset) -> None:
+        slot = self._membership.slot(event.rank)
+        if slot is not None:
+            self._index.reset(1 << slot)
+
+    def _arrived(self, event: RequestArrived, now: float) -> list[Effect]:
+        request = event.request
         pools = self._membership.pools
         if not pools:
             return [refusals.no_pool(request)]
@@ -198,7 +217,7 @@ class ControlPlane:
         if self.controller is not None:
             work = self._placement.least_work(entry)
             self.controller.arrived(self._membership.ladder, request.input_tokens, *work, now)
-        effects = self._binding.bind(now)
+        effects = self._binding.bind(now, drafted=entry)
         if entry.phase is Phase.QUEUED:
             if self._table.queued > self._config.queue_limit:
                 self._table.end(entry, now)
@@ -254,8 +273,8 @@ class ControlPlane:
             self._model.observe(entry.candidate.degree, uncached, cached, compute_s)
         entry.sample = False  # one report, one sample
 
-    def _over(self, request_id: RequestId, now: float) -> list[Effect]:
-        entry = self._table.get(request_id)
+    def _over(self, event: RequestFinished, now: float) -> list[Effect]:
+        entry = self._table.get(event.request_id)
         if entry is None or entry.phase is Phase.QUEUED:
             return []  # an attempt that nobody waits for any more
         self._table.end(entry, now)
@@ -399,11 +418,6 @@ class ControlPlane:
         if entry is None or entry.attempt != worker:
             return None
         return entry if attempt in (None, len(entry.tried)) else None
-
-    def _with_slot(self, rank: Rank, act: Callable[[int], None]) -> None:
-        slot = self._membership.slot(rank)
-        if slot is not None:
-            act(slot)
 
     # -- queries, which never change anything ----------------------------------------------------
 

@@ -50,7 +50,11 @@ class Decodes:
     @property
     def has_room(self) -> bool:
         """Whether one prompt more could go anywhere."""
-        return any(server.fits(1) for server in self._servers.values())
+        # Not a generator: this is asked several times for every request.
+        for server in self._servers.values():  # noqa: SIM110
+            if server.fits(1):
+                return True
+        return False
 
     def terms(self) -> tuple[DecodeTerms, ...]:
         """Every live server."""

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from vertumnus_router.core.events import Leg, RegroupEnded
 from vertumnus_router.core.moves import PricedMove
@@ -19,8 +22,7 @@ from vertumnus_router.core.verdict import Verdict
 from vertumnus_router.lattice import Block
 
 
-@dataclass(frozen=True, slots=True)
-class CostTerms:
+class CostTerms(msgspec.Struct, frozen=True, gc=False):
     """One candidate of one placement, in seconds (paper section 5).
 
     ``total`` = ``queue_s`` + ``beta``·``service_s`` + ``lam``·``extra_gpu_s``. With late binding
@@ -30,6 +32,8 @@ class CostTerms:
     ranks of the worker yet and are copied between them first, which has no price here.
     ``pull_tokens`` are copied to the worker from another one first; they count as cached, and the
     time for it, ``pull_s``, is part of ``service_s``.
+    With fluid composition the candidate may have to be made first: that takes part of ``queue_s``,
+    and what its ranks stand still for it is part of ``extra_gpu_s``.
     ``extrapolated``: the lengths lie outside what the profile was measured with.
     """
 
@@ -48,8 +52,7 @@ class CostTerms:
     extrapolated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTerms:
+class DecodeTerms(msgspec.Struct, frozen=True, gc=False):
     """One decode server: ``rooms`` of its ``limit`` are taken. ``doubted``: it did not answer a
     request lately, and takes none until it is heard of again."""
 
@@ -59,31 +62,97 @@ class DecodeTerms:
     doubted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+class Prices(Protocol):
+    """What a placement was chosen by, as it was at that moment."""
+
+    def chosen(self) -> CostTerms:
+        """The terms of the choice."""
+
+    def terms(self) -> tuple[CostTerms, ...]:
+        """The terms of every candidate, the choice first."""
+
+
+class Chosen(NamedTuple):
+    """A choice of which nothing else is told."""
+
+    only: CostTerms
+
+    def chosen(self) -> CostTerms:
+        return self.only
+
+    def terms(self) -> tuple[CostTerms, ...]:
+        return (self.only,)
+
+
 class Decision:
     """A placement and every candidate it was chosen from, best first.
 
     Without candidates (``explain`` when nothing is eligible) nothing is chosen, and ``excluded``
     says why. ``decodes`` are the decode servers as they stood, ``decode`` the one that was taken,
-    None if none has a room or none is needed.
+    None if none has a room or none is needed. ``excluded`` are the workers that were not
+    candidates, with the reason.
+
+    A value that never changes. The terms are worked out from ``prices`` when they are first read:
+    a cluster has dozens of candidates, and of most decisions only the choice is of interest.
     """
 
-    request_id: RequestId
-    policy: str
-    candidates: tuple[CostTerms, ...]
-    #: workers that were not candidates, with the reason
-    excluded: tuple[tuple[WorkerId, str], ...] = ()
-    decode: DecodeId | None = None
-    decodes: tuple[DecodeTerms, ...] = ()
+    __slots__ = ("_candidates", "_prices", "decode", "decodes", "excluded", "policy", "request_id")
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        policy: str,
+        prices: Prices | None,
+        excluded: tuple[tuple[WorkerId, str], ...] = (),
+        decode: DecodeId | None = None,
+        decodes: tuple[DecodeTerms, ...] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.policy = policy
+        self.excluded = excluded
+        self.decode = decode
+        self.decodes = decodes
+        self._prices = prices
+        self._candidates: tuple[CostTerms, ...] | None = None
+
+    @property
+    def candidates(self) -> tuple[CostTerms, ...]:
+        """Every candidate with its terms."""
+        if self._candidates is None:
+            self._candidates = () if self._prices is None else self._prices.terms()
+            self._prices = None
+        return self._candidates
 
     @property
     def chosen(self) -> CostTerms:
         """The candidate that was taken; ``IndexError`` if there is none."""
-        return self.candidates[0]
+        return self.candidates[0] if self._prices is None else self._prices.chosen()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Decision) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __repr__(self) -> str:
+        return (
+            f"Decision(request_id={self.request_id!r}, policy={self.policy!r}, "
+            f"candidates={self.candidates!r}, excluded={self.excluded!r}, "
+            f"decode={self.decode!r}, decodes={self.decodes!r})"
+        )
+
+    def _values(self) -> tuple[object, ...]:
+        return (
+            self.request_id,
+            self.policy,
+            self.candidates,
+            self.excluded,
+            self.decode,
+            self.decodes,
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Pairing:
+class Pairing(msgspec.Struct, frozen=True, gc=False):
     """The other half of an attempt at a pool that prefills only: ``decode`` fetches the KV from
     the home in SGLang's bootstrap ``room``, or rooms from there on for a batch. 0 < room < 2**62,
     another one for every attempt, and room % pool size = home, which is SGLang's own rule for

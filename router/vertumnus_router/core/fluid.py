@@ -2,22 +2,95 @@
 
 A request may want a block that does not serve. Once its ranks are idle the pool is moved there, by
 the same moves that an operator or the controller makes, and the request binds when it serves. What
-the moves take is part of the price.
+the moves take, and what ranks wait for each other, is part of the price.
 """
+
+from dataclasses import dataclass
 
 from vertumnus_router.core.config import FluidConfig
 from vertumnus_router.core.effects import Effect
 from vertumnus_router.core.events import PoolJoined, ReconfigureRequested
-from vertumnus_router.core.lanes import Lane
+from vertumnus_router.core.lanes import Lanes
 from vertumnus_router.core.ledger import Ledger
-from vertumnus_router.core.membership import Membership
+from vertumnus_router.core.membership import Membership, slots
 from vertumnus_router.core.moves import plan, surround
 from vertumnus_router.core.regroups import Regroups
-from vertumnus_router.core.types import PlanId
-from vertumnus_router.core.workers import Worker
+from vertumnus_router.core.types import PlanId, PoolId, WorkerId
+from vertumnus_router.core.workers import Candidates
 from vertumnus_router.lattice import Block
 
 _Composition = tuple[Block, ...]
+
+
+class Shape:
+    """What of the lanes of a lattice stays as long as its ranks do.
+
+    By lane: the slots of its ranks, and its rivals, the lanes that share a rank with it.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        self.candidates = candidates
+        self.slots = tuple(tuple(slots(ranks)) for ranks in candidates.ranks)
+        self.rivals = tuple(
+            tuple(r for r, theirs in enumerate(candidates.ranks) if r != at and theirs & ranks)
+            for at, ranks in enumerate(candidates.ranks)
+        )
+        self.by_pool: dict[PoolId, list[int]] = {}
+        for at, candidate in enumerate(candidates.each):
+            self.by_pool.setdefault(candidate.pool.pool, []).append(at)
+
+
+@dataclass(slots=True)
+class BlockLanes(Lanes):
+    """Lanes that share ranks.
+
+    ``free_s`` by slot is when the rank is free. ``delay_s`` of a lane lies between that and its
+    begin: ``step_s`` for each move that leads to it, and for what the pool is in the middle of.
+    ``open`` and ``formable`` are ``serves`` and ``forms`` by lane.
+    """
+
+    shape: Shape
+    step_s: float
+    free_s: dict[int, float]
+    delay_s: list[float]
+    idle_s: list[float]
+    open: list[bool]
+    formable: list[bool]
+
+    @property
+    def idle_gpu_s(self) -> list[float] | None:
+        return self.idle_s
+
+    def serves(self, at: int) -> bool:
+        return self.open[at]
+
+    def forms(self, at: int) -> bool:
+        return self.formable[at]
+
+    def sharing(self, worker: WorkerId) -> tuple[int, ...]:
+        at = self.candidates.at_worker.get(worker)
+        return () if at is None else (at, *self.shape.rivals[at])
+
+    def plan(self, at: int, service_s: float, uncached_tokens: int, binds: bool) -> None:
+        Lanes.plan(self, at, service_s, uncached_tokens, binds)
+        end_s = self.queue_s[at]
+        for slot in self.shape.slots[at]:
+            self.free_s[slot] = end_s
+        self.delay_s[at] = self.idle_s[at] = 0.0  # borne by the first
+        for rival in self.shape.rivals[at]:
+            if self.open[rival]:
+                self.delay_s[rival] = self.step_s
+            # Its ranks are promised: whoever went there first would keep this one waiting.
+            self.open[rival] = self.formable[rival] = False
+            self.settle(rival)
+
+    def settle(self, at: int) -> None:
+        """Let begin and idle time of a lane follow from when its ranks are free."""
+        free_s = [self.free_s[slot] for slot in self.shape.slots[at]]
+        begin_s, delay_s = max(free_s), self.delay_s[at]
+        self.queue_s[at] = begin_s + delay_s
+        # The way there, and somebody's way back.
+        self.idle_s[at] = len(free_s) * (begin_s + 2 * delay_s) - sum(free_s)
 
 
 class FluidLanes:
@@ -30,69 +103,84 @@ class FluidLanes:
         self._membership = membership
         self._ledger = ledger
         self._regroups = regroups
+        self._shape: Shape | None = None
         self._plans = 0
-        self._targets: dict[tuple[_Composition, Block], tuple[_Composition, int]] = {}
+        self._ways: dict[tuple[_Composition, Block, tuple[int, ...]], tuple[_Composition, int]] = {}
 
-    def now(self, now: float) -> list[Lane]:
-        lanes: list[Lane] = []
+    def now(self, now: float) -> BlockLanes:
+        candidates = self._membership.lattice
+        if self._shape is None or self._shape.candidates is not candidates:
+            self._shape = Shape(candidates)
+        count = len(candidates)
+        ids = candidates.ids
+        lanes = BlockLanes(
+            candidates,
+            self._ledger.queues_s(ids, now),
+            self._ledger.loads(ids),
+            self._shape,
+            self._config.step_s,
+            dict.fromkeys(candidates.at_slot, 0.0),
+            [0.0] * count,
+            [0.0] * count,
+            [False] * count,
+            [False] * count,
+        )
         for pool in self._membership.pools:
-            lanes += self._pool(pool, now)
+            self._lay_out(lanes, pool, now)
         return lanes
 
-    def form(self, lane: Lane, lanes: list[Lane], now: float) -> list[Effect]:
-        pool, block = lane.candidate.pool, lane.candidate.block
+    def form(self, lanes: Lanes, at: int, now: float) -> list[Effect]:
+        assert isinstance(lanes, BlockLanes)
+        candidate = lanes.candidates.each[at]
+        pool = candidate.pool
+        for other in lanes.shape.by_pool[pool.pool]:
+            lanes.formable[other] = False
         current = self._regroups.composition(pool)
         assert current is not None
-        target, _ = self._target(pool, current, block)
-        for other in lanes:
-            if other.candidate.pool is pool:
-                other.forms = False
+        target, _ = self._way(current, candidate.block, pool)
         self._plans += 1
         order = ReconfigureRequested(PlanId(f"fluid-{self._plans}"), pool.pool, target)
         return self._regroups.request(order, now)
 
-    def _pool(self, pool: PoolJoined, now: float) -> list[Lane]:
-        """While the pool moves, what it moves to is there after a step, anything else one later."""
-        step_s = self._config.step_s
-        workers = self._membership.workers_of(pool.pool)
-        at = {rank: w for w in workers if w.formed for rank in w.candidate.block.ranks}
-        destination = self._regroups.destination(pool.pool)
-        current = None if destination else self._regroups.composition(pool)
-        rests = now < self._regroups.failed_s(pool.pool) + self._config.rest_s
-        settled = current is not None and not rests
-        lanes: list[Lane] = []
-        for candidate in self._membership.lattice(pool.pool):
-            block = candidate.block
-            here = list(dict.fromkeys(at[rank] for rank in block.ranks if rank in at))
-            queue_s = max((self._ledger.queue_s(worker.id, now) for worker in here), default=0.0)
-            names = tuple(worker.id for worker in here)
-            if len(here) == 1 and here[0].candidate.block == block and here[0].serving:
-                serving = here[0].candidate
-                lanes.append(Lane(serving, queue_s, *self._ledger.load(serving.id), names))
+    def _lay_out(self, lanes: BlockLanes, pool: PoolJoined, now: float) -> None:
+        """While the pool moves, what it moves to is there after a step, all else later."""
+        mine = lanes.shape.by_pool.get(pool.pool)
+        if mine is None:
+            return
+        at_worker, busy = lanes.candidates.at_worker, set()
+        for worker in self._membership.workers_of(pool.pool):
+            at = at_worker.get(worker.id)
+            if at is None or not worker.formed:
                 continue
-            steps = 1
+            lanes.open[at] = worker.serving
+            if not worker.serving or lanes.loads[at][0]:
+                busy.add(at)
+            for slot in lanes.shape.slots[at]:
+                lanes.free_s[slot] = lanes.queue_s[at]
+        destination = self._regroups.destination(pool.pool)
+        current = None if destination is not None else self._regroups.composition(pool)
+        rests = now < self._regroups.failed_s(pool.pool) + self._config.rest_s
+        step_s = self._config.step_s
+        for at in mine:
+            if lanes.open[at]:
+                continue
+            block = lanes.candidates.each[at].block
             if current is not None:
-                _, steps = self._target(pool, current, block)
-            switch_s = 0.0 if destination and block in destination else steps * step_s
-            wait_s = step_s if destination else 0.0
-            forms = settled and all(self._idle(worker) for worker in here)
-            lane = Lane(candidate, queue_s + wait_s + switch_s, 0, 0, names, switch_s, False, forms)
-            lanes.append(lane)
-        for lane in lanes:
-            ranks = lane.candidate.ranks
-            lane.rivals = [o for o in lanes if o is not lane and o.candidate.ranks & ranks]
-        return lanes
+                lanes.delay_s[at] = self._way(current, block, pool)[1] * step_s
+                lanes.formable[at] = not rests and busy.isdisjoint(lanes.shape.rivals[at])
+            else:
+                on_the_way = destination is not None and block in destination
+                lanes.delay_s[at] = step_s if on_the_way else 2 * step_s
+            lanes.settle(at)
 
-    def _idle(self, worker: Worker) -> bool:
-        return worker.serving and not self._ledger.reserved(worker.id)
-
-    def _target(
-        self, pool: PoolJoined, current: _Composition, block: Block
+    def _way(
+        self, current: _Composition, block: Block, pool: PoolJoined
     ) -> tuple[_Composition, int]:
         """The composition nearest to ``current`` that has ``block``, and the moves to it."""
-        found = self._targets.get((current, block))
+        key = current, block, pool.degrees
+        found = self._ways.get(key)
         if found is None:
             target = surround(current, block, pool.degrees)
             found = target, len(plan(current, target, pool.degrees))
-            self._targets[current, block] = found
+            self._ways[key] = found
         return found

@@ -1,71 +1,78 @@
-"""The timelines that requests are planned onto in one pass over the queue."""
+"""The timelines of the candidates while the queue is planned onto them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from vertumnus_router.core.effects import Effect
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Membership
+from vertumnus_router.core.policy import Policy
 from vertumnus_router.core.types import WorkerId
-from vertumnus_router.core.workers import Candidate
+from vertumnus_router.core.workers import Candidates
 
 
-@dataclass(slots=True, eq=False)
-class Lane:
-    """One candidate's timeline while requests are planned onto it, uncached tokens and seconds.
+@dataclass(slots=True)
+class Lanes:
+    """One timeline per candidate, in columns: a pass over the queue reads them all many times.
 
-    Made anew from the ledger for each pass over the queue, so that planning touches nothing.
-    ``switch_s`` of ``queue_s`` are for making the candidate out of what serves now; 0 where it
-    serves. ``open``: it serves, and no earlier request of this pass waits for one of its ranks.
-    ``forms``: it could be made now. ``workers`` are those that have its ranks, ``rivals`` the
-    lanes that share a rank with it.
+    ``queue_s`` seconds until the candidate is free; ``loads`` the uncached tokens of its
+    unfinished prefills, and of those without the last bound. Made anew from the ledger for each
+    pass, so that planning touches nothing.
     """
 
-    candidate: Candidate
-    queue_s: float
-    tokens: int
-    tokens_before_last: int
-    workers: tuple[WorkerId, ...]
-    switch_s: float = 0.0
-    open: bool = True
-    forms: bool = False
-    rivals: "list[Lane]" = field(default_factory=list)
+    candidates: Candidates
+    queue_s: list[float]
+    loads: list[tuple[int, int]]
 
-    def plan(self, service_s: float, uncached_tokens: int, binds: bool) -> None:
-        """The next request waits behind this one, on every lane that shares a rank; one that
-        binds also takes up room."""
-        self.queue_s += service_s
-        self.switch_s = 0.0  # paid by the first
+    @property
+    def idle_gpu_s(self) -> list[float] | None:
+        """GPU-seconds that the ranks of each candidate stand still before it is free; None where
+        they do not."""
+        return None
+
+    def serves(self, at: int) -> bool:
+        """Whether the candidate serves, and nobody who went first waits for one of its ranks."""
+        return True
+
+    def forms(self, at: int) -> bool:
+        """Whether the candidate does not serve, and could be made to now."""
+        return False
+
+    def sharing(self, worker: WorkerId) -> tuple[int, ...]:
+        """The lanes that have a rank of a worker."""
+        at = self.candidates.at_worker.get(worker)
+        return () if at is None else (at,)
+
+    def plan(self, at: int, service_s: float, uncached_tokens: int, binds: bool) -> None:
+        """The next request waits behind lane ``at``; one that binds also takes up room."""
+        self.queue_s[at] += service_s
         if binds:
-            self.tokens_before_last = self.tokens
-            self.tokens += uncached_tokens
-        for rival in self.rivals:
-            rival.queue_s = max(rival.queue_s, self.queue_s + rival.switch_s)
-            # Its ranks are promised: whoever went there first would keep this one waiting.
-            rival.open = rival.forms = False
+            tokens, _ = self.loads[at]
+            self.loads[at] = tokens + uncached_tokens, tokens
 
 
-class Lanes(Protocol):
-    """Where the candidates of a policy come from."""
+class LaneSource(Protocol):
+    """Where lanes come from."""
 
-    def now(self, now: float) -> list[Lane]:
-        """Every candidate's timeline."""
+    def now(self, now: float) -> Lanes:
+        """Those of every candidate."""
 
-    def form(self, lane: Lane, lanes: list[Lane], now: float) -> list[Effect]:
-        """Have the candidate of a lane that ``forms`` made out of what serves; nothing else of
-        its pool, on any of ``lanes``, is made meanwhile."""
+    def form(self, lanes: Lanes, at: int, now: float) -> list[Effect]:
+        """Have the candidate of a lane that ``forms`` made of what serves on its ranks."""
 
 
 class WorkerLanes:
-    """Persistent workers: a lane for each that serves."""
+    """Persistent workers: those that serve are the candidates."""
 
-    def __init__(self, membership: Membership, ledger: Ledger) -> None:
+    def __init__(self, policy: Policy, membership: Membership, ledger: Ledger) -> None:
+        self._policy = policy
         self._membership = membership
         self._ledger = ledger
 
-    def now(self, now: float) -> list[Lane]:
-        queue_s, load = self._ledger.queue_s, self._ledger.load
-        return [Lane(c, queue_s(c.id, now), *load(c.id), (c.id,)) for c in self._membership.serving]
+    def now(self, now: float) -> Lanes:
+        candidates = self._policy.candidates(self._membership)
+        ids = candidates.ids
+        return Lanes(candidates, self._ledger.queues_s(ids, now), self._ledger.loads(ids))
 
-    def form(self, lane: Lane, lanes: list[Lane], now: float) -> list[Effect]:
-        raise ValueError(f"{lane.candidate.id} serves already")
+    def form(self, lanes: Lanes, at: int, now: float) -> list[Effect]:
+        raise ValueError(f"{lanes.candidates.ids[at]} serves already")

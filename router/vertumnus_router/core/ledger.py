@@ -4,12 +4,13 @@ One reservation per request, named by the request. ``RequestTable`` is the only 
 ``release``; releasing what is not reserved is no error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vertumnus_router.core.chains import shared_depth
 from vertumnus_router.core.types import BlockHash, RequestId, WorkerId
 
-_NOTHING: Mapping[BlockHash, int] = {}
+_NO_LOAD = (0, 0)
 
 
 @dataclass(slots=True)
@@ -39,9 +40,13 @@ class _Account:
     waiting_s: float = 0.0
     running_s: float = 0.0
     as_of_s: float = 0.0
-    tokens: int = 0
-    #: how many of the reservations will leave a block
-    blocks: dict[BlockHash, int] = field(default_factory=dict)
+    #: uncached tokens, and without the last bound
+    load: tuple[int, int] = _NO_LOAD
+
+    def queue_s(self, now: float) -> float:
+        """Predicted remaining seconds."""
+        left_s = self.running_s - (now - self.as_of_s)
+        return (self.waiting_s if self.waiting_s > 0.0 else 0.0) + (left_s if left_s > 0.0 else 0.0)
 
     def left(self, now: float) -> dict[RequestId, float]:
         """What the running prefills have left, in the order they began: the time since
@@ -73,6 +78,8 @@ class Ledger:
     def __init__(self) -> None:
         self._accounts: dict[WorkerId, _Account] = {}
         self._where: dict[RequestId, WorkerId] = {}
+        #: the reservations that will leave blocks, by the first of them
+        self._leaving: dict[BlockHash, dict[RequestId, Reservation]] = {}
 
     def __len__(self) -> int:
         return len(self._where)
@@ -96,12 +103,14 @@ class Ledger:
         if request in self._where:
             raise ValueError(f"request {request} is reserved at {self._where[request]} already")
         account = self._accounts.setdefault(worker, _Account())
-        account.reserved[request] = Reservation(worker, service_s, uncached_tokens, blocks)
+        reservation = Reservation(worker, service_s, uncached_tokens, blocks)
+        account.reserved[request] = reservation
         account.waiting_s += service_s
-        account.tokens += uncached_tokens
-        for block in blocks:
-            account.blocks[block] = account.blocks.get(block, 0) + 1
+        before = account.load[0]
+        account.load = before + uncached_tokens, before
         self._where[request] = worker
+        if blocks:
+            self._leaving.setdefault(blocks[0], {})[request] = reservation
 
     def start(self, request: RequestId, now: float) -> None:
         """The prefill of ``request`` began; a second start changes nothing."""
@@ -126,15 +135,18 @@ class Ledger:
             return None
         worker = self._where.pop(request)
         reservation = account.reserved.pop(request)
+        if reservation.blocks:
+            alike = self._leaving[reservation.blocks[0]]
+            del alike[request]
+            if not alike:
+                del self._leaving[reservation.blocks[0]]
         if not account.reserved:
             del self._accounts[worker]  # idle: no rounding error may remain
             return reservation
         account.settle(now)
-        account.tokens -= reservation.uncached_tokens
-        for block in reservation.blocks:
-            account.blocks[block] -= 1
-            if not account.blocks[block]:
-                del account.blocks[block]
+        tokens = account.load[0] - reservation.uncached_tokens
+        last = next(reversed(account.reserved.values()))
+        account.load = tokens, tokens - last.uncached_tokens
         if reservation.started:
             account.running_s -= account.running.pop(request)
         else:
@@ -159,10 +171,22 @@ class Ledger:
     def queue_s(self, worker: WorkerId, now: float) -> float:
         """q_w: predicted remaining seconds of the prefills assigned to ``worker``."""
         account = self._accounts.get(worker)
-        if account is None:
-            return 0.0
-        left_s = account.running_s - (now - account.as_of_s)
-        return max(0.0, account.waiting_s) + max(0.0, left_s)
+        return 0.0 if account is None else account.queue_s(now)
+
+    def queues_s(self, workers: Iterable[WorkerId], now: float) -> list[float]:
+        """q_w of each."""
+        queues_s = []
+        for account in map(self._accounts.get, workers):
+            if account is None:
+                queues_s.append(0.0)
+                continue
+            # In line, for every request asks about every worker.
+            left_s = account.running_s - (now - account.as_of_s)
+            waiting_s = account.waiting_s
+            queues_s.append(
+                (waiting_s if waiting_s > 0.0 else 0.0) + (left_s if left_s > 0.0 else 0.0)
+            )
+        return queues_s
 
     def running(self, worker: WorkerId, now: float) -> Mapping[RequestId, float]:
         """The prefills that have begun at ``worker``, and the seconds that each has left."""
@@ -172,20 +196,22 @@ class Ledger:
     def load(self, worker: WorkerId) -> tuple[int, int]:
         """Uncached tokens of the unfinished prefills, and of those without the last bound."""
         account = self._accounts.get(worker)
-        if account is None:
-            return 0, 0
-        last = next(reversed(account.reserved.values()))
-        return account.tokens, account.tokens - last.uncached_tokens
+        return _NO_LOAD if account is None else account.load
 
-    def reserved(self, worker: WorkerId) -> int:
-        """How many unfinished prefills ``worker`` has."""
-        account = self._accounts.get(worker)
-        return 0 if account is None else len(account.reserved)
+    def loads(self, workers: Iterable[WorkerId]) -> list[tuple[int, int]]:
+        """The same of each."""
+        accounts = map(self._accounts.get, workers)
+        return [_NO_LOAD if account is None else account.load for account in accounts]
 
-    def in_flight(self, worker: WorkerId) -> Mapping[BlockHash, int]:
-        """The blocks that unfinished prefills at ``worker`` will leave there."""
-        account = self._accounts.get(worker)
-        return _NOTHING if account is None else account.blocks
+    def computing(self, blocks: Sequence[BlockHash]) -> dict[WorkerId, int]:
+        """How many blocks of the chain unfinished prefills will leave, by worker; without those
+        that will leave none."""
+        depths: dict[WorkerId, int] = {}
+        if blocks and blocks[0] in self._leaving:
+            for one in self._leaving[blocks[0]].values():
+                depth = shared_depth(one.blocks, blocks)
+                depths[one.worker] = max(depth, depths.get(one.worker, 0))
+        return depths
 
     def _account_of(self, request: RequestId) -> _Account | None:
         worker = self._where.get(request)

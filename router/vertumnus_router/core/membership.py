@@ -9,6 +9,7 @@ from vertumnus_router.core.types import PoolId, Rank, WorkerId, WorkerState, wor
 from vertumnus_router.core.workers import (
     NO_DRAIN,
     Candidate,
+    Candidates,
     Drain,
     RankRecord,
     Rules,
@@ -83,17 +84,32 @@ class Membership:
         self._free_slots: list[int] = []  # descending
         self._slots = 0
         self._workers: tuple[Worker, ...] = ()
-        self._serving: tuple[Candidate, ...] = ()
+        self._out: tuple[Worker, ...] = ()
+        self._candidates = Candidates(())
         self._draining: tuple[Candidate, ...] = ()
         self._serving_ranks = 0
         self._ladder: tuple[int, ...] = ()
+        self._joined: tuple[PoolJoined, ...] = ()
         self._peers: dict[int, Peer] = {}
-        self._lattices: dict[PoolId, tuple[Candidate, ...]] = {}
+        self._alike: dict[tuple[int, int], int] = {}
+        self._lattice = Candidates(())
+        self._lattice_lives: tuple[tuple[str | None, ...], ...] = ()
+        self._lattice_is_new = True
 
     @property
     def serving(self) -> tuple[Candidate, ...]:
         """The committed blocks: every worker that takes requests."""
-        return self._serving
+        return self._candidates.each
+
+    @property
+    def candidates(self) -> Candidates:
+        """The same in columns. Another object after every change."""
+        return self._candidates
+
+    @property
+    def out(self) -> tuple[Worker, ...]:
+        """The workers that do not serve."""
+        return self._out
 
     @property
     def draining(self) -> tuple[Candidate, ...]:
@@ -104,6 +120,11 @@ class Membership:
     def peers(self) -> Mapping[int, Peer]:
         """The ranks that can copy prefixes, by slot. Another object after every change."""
         return self._peers
+
+    @property
+    def alike(self) -> Mapping[tuple[int, int], int]:
+        """The same ranks by geometry, masks: those that can copy from each other."""
+        return self._alike
 
     @property
     def serving_ranks(self) -> int:
@@ -130,7 +151,7 @@ class Membership:
 
     @property
     def pools(self) -> tuple[PoolJoined, ...]:
-        return tuple(pool.joined for pool in self._pools.values())
+        return self._joined
 
     def pool(self, name: PoolId) -> PoolJoined | None:
         known = self._pools.get(name)
@@ -152,29 +173,42 @@ class Membership:
         known = self._pools[name]
         return sum(1 << known.ranks[index].slot for index in block.ranks)
 
-    def lattice(self, name: PoolId) -> tuple[Candidate, ...]:
-        """Every block of the pool that could serve: all its ranks live and have said what they
-        are, and the profile covers its degree. Whether it serves now is another matter."""
-        known = self._lattices.get(name)
-        if known is None:
-            known = self._lattices[name] = tuple(self._possible(self._pools[name]))
-        return known
+    @property
+    def lattice(self) -> Candidates:
+        """Every block that could serve: all its ranks live and have said what they are, and the
+        profile covers its degree. Small degrees first in each pool. Whether a block serves now is
+        another matter, so this is the same object as long as the same ranks live."""
+        if not self._lattice_is_new:
+            lives = tuple(self._living(pool) for pool in self._pools.values())
+            if lives != self._lattice_lives:
+                self._lattice_lives = lives
+                blocks: list[Candidate] = []
+                for pool, living in zip(self._pools.values(), lives, strict=True):
+                    blocks += self._possible(pool, living)
+                self._lattice = Candidates(tuple(blocks))
+            self._lattice_is_new = True
+        return self._lattice
 
-    def _possible(self, pool: _Pool) -> Iterator[Candidate]:
-        joined, out = pool.joined, set()
+    def _living(self, pool: _Pool) -> tuple[str | None, ...]:
+        """The pool's name, then the life of each rank, None for one that could not serve now."""
+        lives = [
+            None if r.report is None or r.lost is not None else r.report.incarnation
+            for r in pool.ranks
+        ]
         for worker in pool.workers.values():
             if worker.state in (WorkerState.LOST, WorkerState.REFUSED):
-                out |= set(worker.candidate.block.ranks)
-        for index, record in enumerate(pool.ranks):
-            if record.report is None or record.lost is not None:
-                out.add(index)
+                for rank in worker.candidate.block.ranks:
+                    if rank < len(lives):
+                        lives[rank] = None
+        return (pool.joined.pool, *lives)
+
+    def _possible(self, pool: _Pool, living: tuple[str | None, ...]) -> Iterator[Candidate]:
+        joined = pool.joined
         for block in lattice(joined.size, joined.degrees):
-            if not out.isdisjoint(block.ranks) or block.degree not in self._ladder:
-                continue
-            members = [pool.ranks[index] for index in block.ranks]
-            lives = tuple(rank.report.incarnation for rank in members if rank.report is not None)
-            mask = sum(1 << rank.slot for rank in members)
-            yield Candidate(worker_id(joined.pool, block), block, mask, lives, joined)
+            lives = tuple(life for rank in block.ranks if (life := living[1 + rank]) is not None)
+            if len(lives) == block.degree and block.degree in self._ladder:
+                mask = sum(1 << pool.ranks[rank].slot for rank in block.ranks)
+                yield Candidate(worker_id(joined.pool, block), block, mask, lives, joined)
 
     def degree_fault(self, degree: int) -> str | None:
         """Why blocks of that degree cannot serve, or None."""
@@ -303,15 +337,20 @@ class Membership:
 
     def _publish(self) -> None:
         self._workers = tuple(w for pool in self._pools.values() for w in pool.workers.values())
-        self._serving = tuple(w.candidate for w in self._workers if w.serving)
+        self._out = tuple(w for w in self._workers if not w.serving)
+        self._candidates = Candidates(tuple(w.candidate for w in self._workers if w.serving))
+        self._joined = tuple(pool.joined for pool in self._pools.values())
         draining = (w for w in self._workers if w.state is WorkerState.DRAINING)
         self._draining = tuple(w.candidate for w in draining)
-        self._serving_ranks = sum(candidate.degree for candidate in self._serving)
+        self._serving_ranks = sum(candidate.degree for candidate in self.serving)
         degrees = {degree for pool in self.pools for degree in pool.degrees}
         priced = (degree for degree in degrees if self._rules.degree_fault(degree) is None)
         self._ladder = tuple(sorted(priced))
         self._peers = {peer.slot: peer for peer in self._find_peers()}
-        self._lattices = {}
+        self._lattice_is_new = False
+        self._alike = {}
+        for slot, peer in self._peers.items():
+            self._alike[peer.geometry] = self._alike.get(peer.geometry, 0) | 1 << slot
 
     def _find_peers(self) -> Iterator[Peer]:
         for name, pool in self._pools.items():
@@ -326,6 +365,14 @@ class Membership:
                 if known is None or known.state not in (WorkerState.LOST, WorkerState.REFUSED):
                     life = Life(report.rank, report.incarnation)
                     yield Peer(life, record.slot, worker, pool.joined)
+
+
+def slots(ranks: int) -> Iterator[int]:
+    """The slots in a mask of ranks, ascending."""
+    while ranks:
+        lowest = ranks & -ranks
+        yield lowest.bit_length() - 1
+        ranks ^= lowest
 
 
 def _claim(report: RankReported) -> tuple[object, ...]:

@@ -51,8 +51,8 @@ class PrefillModel:
 
     def service_s(self, degree: int, uncached_tokens: int, cached_tokens: int) -> float:
         """``Ê_C(R, P)`` in seconds; ``ProfileError`` for a degree outside the profile."""
-        correction = self._corrections.get(degree)
         base_s = self.profiled_s(degree, uncached_tokens, cached_tokens)
+        correction = self._corrections.get(degree) if self._corrections else None
         return base_s if correction is None else base_s * correction.factor
 
     def compared_s(self, degree: int, uncached_tokens: int, cached_tokens: int) -> float:
@@ -71,7 +71,7 @@ class PrefillModel:
             raise ValueError(
                 f"no prefill has {uncached_tokens} uncached and {cached_tokens} cached tokens"
             )
-        d_s, linear, b, alpha = self._at(degree)
+        d_s, linear, b, alpha = self._coefficients.get(degree) or self._at(degree)
         pairs = uncached_tokens * (cached_tokens + (uncached_tokens + 1) / 2)
         return d_s + linear * uncached_tokens + b * cached_tokens + alpha * pairs
 
@@ -97,13 +97,12 @@ class PrefillModel:
         return dict(self._corrections)
 
     def _at(self, degree: int) -> tuple[float, float, float, float]:
-        found = self._coefficients.get(degree)
-        if found is None:
-            at, shared = self.profile.coefficients(degree), self.profile
-            found = self._coefficients[degree] = (
-                at.d_s,
-                at.a_s_per_token + shared.c_s_per_token / degree,
-                shared.b_s_per_token,
-                shared.alpha_s_per_pair / degree,
-            )
+        """The coefficients of the formula, worked out once."""
+        at, shared = self.profile.coefficients(degree), self.profile
+        found = self._coefficients[degree] = (
+            at.d_s,
+            at.a_s_per_token + shared.c_s_per_token / degree,
+            shared.b_s_per_token,
+            shared.alpha_s_per_pair / degree,
+        )
         return found

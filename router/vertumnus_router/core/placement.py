@@ -1,41 +1,28 @@
 """From candidates to a choice: eligible, then price, then pick. Asking changes nothing."""
 
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from vertumnus_router.core.chains import usable_blocks
 from vertumnus_router.core.config import PolicyConfig
 from vertumnus_router.core.decodes import Decodes
-from vertumnus_router.core.effects import CostTerms, Decision
+from vertumnus_router.core.effects import Decision
 from vertumnus_router.core.events import PoolJoined
-from vertumnus_router.core.lanes import Lane
+from vertumnus_router.core.lanes import Lanes
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.model import PrefillModel
 from vertumnus_router.core.policy import Policy
-from vertumnus_router.core.pulls import Pull, Pulls
+from vertumnus_router.core.pricing import Alike, Offer, Quotes, pick
+from vertumnus_router.core.pulls import Pulls, PullTerms
 from vertumnus_router.core.requests import Entry
 from vertumnus_router.core.transfers import Transfers
 from vertumnus_router.core.trie import PrefixIndex, PrefixMatch
-from vertumnus_router.core.types import DecodeId, Request, RequestId, WorkerId
-from vertumnus_router.core.workers import Candidate
+from vertumnus_router.core.types import DecodeId, Request, WorkerId
+from vertumnus_router.core.workers import Candidate, Candidates
 
-
-@dataclass(slots=True)
-class Quote:
-    """What one candidate would cost, seconds; ``total`` is J."""
-
-    lane: Lane
-    cached_tokens: int
-    reconcile_tokens: int
-    uncached_tokens: int
-    queue_s: float
-    service_s: float
-    extra_gpu_s: float
-    lam: float
-    total: float
-    #: what is copied there first; its seconds are part of ``service_s``
-    pull: Pull | None = None
+T = TypeVar("T")
 
 
 def too_large(request: Request, pool: PoolJoined) -> str | None:
@@ -53,9 +40,22 @@ def too_large(request: Request, pool: PoolJoined) -> str | None:
     return None
 
 
-def usable_blocks(request: Request, block_tokens: int) -> int:
-    """The blocks that a prefill could find: without the last token, which is always computed."""
-    return min(len(request.blocks), max(0, request.input_tokens - 1) // block_tokens)
+@dataclass(slots=True)
+class _Basis:
+    """What the offers to one request have in common. ``usable``: by kind of candidate, the blocks
+    that it could find. ``needed_s``: the GPU time that is no extra; None: that at the smallest
+    degree with the prefix at hand. ``computing_tokens``: its longest prefix, if that is on its way
+    to a candidate and none holds as much yet; else 0."""
+
+    kinds: Sequence[tuple[int, int]]
+    input_tokens: int
+    usable: Sequence[int]
+    lam: float
+    needed_s: float | None = None
+    computing_tokens: int = 0
+
+    def cached_tokens(self, kind: int, depth: int) -> int:
+        return min(depth, self.usable[kind]) * self.kinds[kind][1]
 
 
 class Placement:
@@ -84,9 +84,21 @@ class Placement:
         self._transfers = transfers
         self._pulls = pulls
 
-    def can_take(self, entry: Entry, candidate: Candidate) -> bool:
-        """Whether the request fits the candidate and nothing rules it out."""
-        return self._fault(entry, candidate) is None
+    def can_take(self, entry: Entry) -> bool:
+        """Whether the request fits a candidate that nothing rules out."""
+        return bool(self._eligible(entry, self._policy.candidates(self._membership)))
+
+    def _eligible(self, entry: Entry, candidates: Candidates) -> Sequence[int]:
+        """The positions of the candidates that can take the request."""
+        request = entry.request
+        if (
+            not (entry.failed_at or entry.unreachable)
+            and not (candidates.paired and not self._decodes.usable)
+            and request.input_tokens + request.output_tokens <= candidates.room_tokens
+        ):
+            return range(len(candidates))
+        each = enumerate(candidates.each)
+        return [at for at, candidate in each if self._fault(entry, candidate) is None]
 
     def _fault(self, entry: Entry, candidate: Candidate) -> str | None:
         """Why the candidate cannot take the request, or None. A decode server without a free
@@ -97,9 +109,20 @@ class Placement:
 
     def least_work(self, entry: Entry) -> tuple[int, int]:
         """R and P, uncached and cached tokens, with the longest prefix that any candidate has."""
-        places = ((c, (c.id,)) for c in self._policy.candidates(self._membership))
-        cached = max((tokens for tokens, _ in self._cached_tokens(entry, places)), default=0)
-        return max(1, entry.request.input_tokens - cached), cached
+        candidates, request = self._policy.candidates(self._membership), entry.request
+        match = self.match(entry)
+        cached = 0
+        for block_tokens, ranks in candidates.ranks_by_block.items():
+            depth = min(match.longest(ranks), usable_blocks(request, block_tokens))
+            cached = max(cached, depth * block_tokens)
+        if self._policy.counts_in_flight:
+            for worker, coming in self._coming(entry, candidates).items():
+                if worker in candidates.at_worker:
+                    at = candidates.at_worker[worker]
+                    block_tokens = candidates.each[at].pool.block_tokens
+                    depth = min(coming, usable_blocks(request, block_tokens))
+                    cached = max(cached, depth * block_tokens)
+        return max(1, request.input_tokens - cached), cached
 
     def least_gpu_s(self, entry: Entry) -> float:
         """g: GPU-seconds at C_min of ``least_work``."""
@@ -115,174 +138,194 @@ class Placement:
             entry.match_version = self._index.version
         return entry.match
 
-    def _cached_tokens(
-        self, entry: Entry, places: Iterable[tuple[Candidate, tuple[WorkerId, ...]]]
-    ) -> list[tuple[int, int]]:
-        """P at each candidate, with the workers that have its ranks, and how much of it some of its
-        ranks still lack. P is whole blocks that one of its ranks holds, or will where the policy
-        counts what is being computed or copied, short of the last token, which is always
-        computed."""
-        match, blocks = self.match(entry), entry.request.blocks
-        counts_in_flight = self._policy.counts_in_flight
-        found = []
-        for candidate, workers in places:
-            block_tokens = candidate.pool.block_tokens
-            longest, common = match.longest(candidate.ranks), match.common(candidate.ranks)
-            depth = longest
-            if counts_in_flight and depth < len(blocks):
-                depth = max(depth, self._transfers.incoming(candidate.ranks, blocks))
-                for worker in workers:
-                    in_flight = self._ledger.in_flight(worker)
-                    while depth < len(blocks) and blocks[depth] in in_flight:
-                        depth += 1
-            usable = min(depth, usable_blocks(entry.request, block_tokens))
-            lacking = max(0, min(usable, longest) - common)
-            found.append((usable * block_tokens, lacking * block_tokens))
+    def _coming(self, entry: Entry, candidates: Candidates) -> Mapping[WorkerId, int]:
+        """How many blocks of the prompt a rank of a worker will hold when what is being computed or
+        copied there is done; mostly nobody gets any. Workers that are no candidates may be named.
+        """
+        blocks = entry.request.blocks
+        coming = self._ledger.computing(blocks)
+        for slot, depth in self._transfers.incoming(blocks).items():
+            if slot in candidates.at_slot:
+                worker = candidates.ids[candidates.at_slot[slot]]
+                coming[worker] = max(depth, coming.get(worker, 0))
+        return coming
+
+    def _coming_at(self, entry: Entry, lanes: Lanes) -> Mapping[int, int]:
+        """The same by lane."""
+        found: dict[int, int] = {}
+        for worker, depth in self._coming(entry, lanes.candidates).items():
+            for at in lanes.sharing(worker):
+                found[at] = max(depth, found.get(at, 0))
         return found
 
-    def quotes(self, entry: Entry, lanes: Sequence[Lane], now: float) -> list[Quote]:
-        """A price from every eligible lane, the choice first, the others by rising price."""
-        least = self._membership.least_degree
-        if least is None:
-            return []
-        request = entry.request
-        beta, lam = self._policy.beta, self._policy.lam
-        service_s = self._model.service_s
-        terms: dict[tuple[int, int], tuple[float, float]] = {}
-        quotes = []
-        lanes = [lane for lane in lanes if self.can_take(entry, lane.candidate)]
-        cached_at = self._cached_tokens(entry, ((lane.candidate, lane.workers) for lane in lanes))
-        needed_s: float | None = None
-        most = stored = max((cached for cached, _ in cached_at), default=0)
-        if self._policy.charges_recomputing:
-            stored = self._stored_tokens(entry, lanes)
-            needed_s = least * service_s(least, max(1, request.input_tokens - most), most)
-        for lane, (cached, lacking) in zip(lanes, cached_at, strict=True):
-            candidate = lane.candidate
-            degree = candidate.degree
-            uncached = max(1, request.input_tokens - cached)
-            known = terms.get((degree, cached))
-            if known is None:
-                own_s = service_s(degree, uncached, cached)
-                least_s = needed_s
-                if least_s is None:
-                    least_s = least * service_s(least, uncached, cached)
-                extra_s = degree * own_s - least_s
-                terms[degree, cached] = own_s, extra_s
-            else:
-                own_s, extra_s = known
-            queue_s = lane.queue_s
-            if lane.switch_s:
-                extra_s += 2 * degree * lane.switch_s  # the way there, and somebody's way back
-            # To compute what is being computed wastes all the GPU time that it takes.
-            weight = max(lam, 1.0) if cached < most and stored < most else lam
-            total = queue_s + beta * own_s + weight * extra_s
-            quote = Quote(lane, cached, lacking, uncached, queue_s, own_s, extra_s, weight, total)
-            if self._pulls.enabled:
-                quote = self._with_pull(quote, entry, needed_s, now)
-            quotes.append(quote)
-        quotes.sort(key=_total)
-        self._break_tie(request.id, quotes)
-        return quotes
+    def quotes(self, entry: Entry, lanes: Lanes, now: float) -> Quotes | None:
+        """The prices of the request at every candidate that can take it; None if none can.
 
-    def _with_pull(self, quote: Quote, entry: Entry, needed_s: float | None, now: float) -> Quote:
-        """The same candidate with a prefix copied to it first, if that is faster. ``needed_s``:
-        GPU time that is no extra; None: that at the smallest degree with the same prefix."""
-        candidate, request = quote.lane.candidate, entry.request
-        block_tokens = candidate.pool.block_tokens
-        usable, least = usable_blocks(request, block_tokens), self._membership.least_degree
-        pull = self._pulls.find(request, self.match(entry), candidate, usable, now)
-        if pull is None or least is None:
-            return quote
-        cached = pull.depth * block_tokens
-        uncached = max(1, request.input_tokens - cached)
-        service_s = self._model.service_s(candidate.degree, uncached, cached) + pull.seconds
-        if service_s >= quote.service_s:
-            return quote
-        if needed_s is None:
-            needed_s = least * self._model.service_s(least, uncached, cached)
-        extra_s = candidate.degree * (service_s + 2 * quote.lane.switch_s) - needed_s
-        total = quote.queue_s + self._policy.beta * service_s + self._policy.lam * extra_s
-        # After the pull one rank holds all of it; the others take over what they lack.
-        lacking = cached - min(self.match(entry).common(candidate.ranks) * block_tokens, cached)
-        reconcile = lacking if candidate.degree > 1 else 0
-        return Quote(
-            quote.lane,
-            cached,
-            reconcile,
-            uncached,
-            quote.queue_s,
-            service_s,
-            extra_s,
-            self._policy.lam,
-            total,
-            pull,
-        )
-
-    def _stored_tokens(self, entry: Entry, lanes: Iterable[Lane]) -> int:
-        """The longest prefix that a candidate has, without what is on its way."""
-        match = self.match(entry)
-        return max(
-            (
-                min(match.longest(c.ranks), usable_blocks(entry.request, c.pool.block_tokens))
-                * c.pool.block_tokens
-                for c in (lane.candidate for lane in lanes)
-            ),
-            default=0,
-        )
-
-    def _break_tie(self, request: RequestId, quotes: list[Quote]) -> None:
-        """Bring one of the near-equal best to the front, another one for another request.
-
-        A hash, not a generator: ``explain`` gives the choice that placement will make, and
-        several routers with their own seeds do not herd.
+        P at a candidate is whole blocks that one of its ranks holds, or will where the policy
+        counts what is being computed or copied, short of the last token, which is always computed.
         """
-        equal = 1
-        while equal < len(quotes) and quotes[equal].total - quotes[0].total <= self._tie_s:
-            equal += 1
-        if equal > 1:
-            draw = {
-                i: zlib.crc32(f"{self._seed}/{request}/{quotes[i].lane.candidate.id}".encode())
-                for i in range(equal)
-            }
-            quotes.insert(0, quotes.pop(min(draw, key=draw.__getitem__)))
+        candidates = lanes.candidates
+        eligible = self._eligible(entry, candidates)
+        if not eligible or self._membership.least_degree is None:
+            return None
+        match = self.match(entry)
+        stored = match.longest_each(candidates.ranks)
+        coming: Mapping[int, int] = {}
+        if self._pulls.enabled or self._policy.counts_in_flight:
+            coming = self._coming_at(entry, lanes)
+        depths = stored
+        if coming and self._policy.counts_in_flight:
+            depths = stored.copy()
+            for at, depth in coming.items():
+                depths[at] = max(depth, depths[at])
+        queue_s, each, kind_of = lanes.queue_s.copy(), candidates.each, candidates.kind_of
+        idle_gpu_s = None if lanes.idle_gpu_s is None else lanes.idle_gpu_s.copy()
+        if len(eligible) < len(candidates):
+            each, kind_of = _at(eligible, each), _at(eligible, kind_of)
+            queue_s = list(_at(eligible, queue_s))
+            stored, depths = (list(_at(eligible, of)) for of in (stored, depths))
+            coming = {at: coming[was] for at, was in enumerate(eligible) if was in coming}
+            if idle_gpu_s is not None:
+                idle_gpu_s = list(_at(eligible, idle_gpu_s))
+        has = list(zip(kind_of, depths, strict=True))
+        different = set(has)
+        stores = different if depths is stored else set(zip(kind_of, stored, strict=True))
+        basis = self._basis(entry.request, candidates.kinds, different, stores)
+        offers: dict[Alike, Offer] = {one: self._offer(basis, *one) for one in different}
+        alike: list[Alike] = list(has)
+        if self._pulls.enabled:
+            pulls = self._pulls.terms(entry.request, match, each, stored, coming, now)
+            self._pull_instead(basis, offers, alike, pulls)
+        prices = {one: (offer.service_j, offer.extra_j) for one, offer in offers.items()}
+        totals = []
+        for q, one in zip(queue_s, alike, strict=True):
+            service_j, extra_j = prices[one]
+            totals.append(q + service_j + extra_j)
+        if idle_gpu_s is not None:
+            for at, one in enumerate(alike):
+                totals[at] += offers[one].lam * idle_gpu_s[at]
+        choice = pick(entry.id, each, totals, self._tie_s, self._seed)
+        return Quotes(
+            request=entry.id,
+            candidates=each,
+            lanes=eligible,
+            queue_s=queue_s,
+            idle_gpu_s=idle_gpu_s,
+            offers=offers,
+            alike=alike,
+            totals=totals,
+            choice=choice,
+            match=match,
+            stored=stored,
+            beta=self._policy.beta,
+            profile=self._model.profile,
+        )
+
+    def _pull_instead(
+        self,
+        basis: _Basis,
+        offers: dict[Alike, Offer],
+        alike: list[Alike],
+        pulls: Sequence[PullTerms | None],
+    ) -> None:
+        """Let candidates have a prefix copied to them first where that is faster."""
+        for at, pull in enumerate(pulls):
+            if pull is None:
+                continue
+            plain = alike[at]
+            pulled = plain[0], pull
+            if pulled not in offers:
+                offers[pulled] = self._pulled(basis, plain[0], pull)
+            if offers[pulled].service_s < offers[plain].service_s:
+                alike[at] = pulled
+
+    def _basis(
+        self,
+        request: Request,
+        kinds: Sequence[tuple[int, int]],
+        has: Collection[tuple[int, int]],
+        stores: Collection[tuple[int, int]],
+    ) -> _Basis:
+        """``has``: kinds of candidates, with how many blocks they will have; ``stores``: with how
+        many they hold."""
+        usable = [usable_blocks(request, block_tokens) for _, block_tokens in kinds]
+        basis = _Basis(kinds, request.input_tokens, usable, self._policy.lam)
+        if self._policy.charges_recomputing:
+            most = max(basis.cached_tokens(kind, depth) for kind, depth in has)
+            stored = max(basis.cached_tokens(kind, depth) for kind, depth in stores)
+            basis.needed_s = self._least_s(max(1, request.input_tokens - most), most)
+            if stored < most:
+                basis.computing_tokens = most
+        return basis
+
+    def _least_s(self, uncached_tokens: int, cached_tokens: int) -> float:
+        """GPU time at the smallest degree."""
+        least = self._membership.ladder[0]
+        return least * self._model.service_s(least, uncached_tokens, cached_tokens)
+
+    def _offer(self, basis: _Basis, kind: int, depth: int) -> Offer:
+        """What candidates of the kind with so many blocks of the prompt would cost."""
+        degree, cached = basis.kinds[kind][0], basis.cached_tokens(kind, depth)
+        uncached = max(1, basis.input_tokens - cached)
+        service_s = self._model.service_s(degree, uncached, cached)
+        # To compute what is being computed wastes all the GPU time that it takes.
+        lam = max(basis.lam, 1.0) if cached < basis.computing_tokens else basis.lam
+        return self._offer_of(basis, degree, cached, uncached, service_s, lam)
+
+    def _pulled(self, basis: _Basis, kind: int, pull: PullTerms) -> Offer:
+        """The same with a prefix copied there first."""
+        degree, block_tokens = basis.kinds[kind]
+        cached = pull.depth * block_tokens
+        uncached = max(1, basis.input_tokens - cached)
+        service_s = self._model.service_s(degree, uncached, cached) + pull.seconds
+        return self._offer_of(basis, degree, cached, uncached, service_s, basis.lam, pull)
+
+    def _offer_of(
+        self,
+        basis: _Basis,
+        degree: int,
+        cached_tokens: int,
+        uncached_tokens: int,
+        service_s: float,
+        lam: float,
+        pull: PullTerms | None = None,
+    ) -> Offer:
+        needed_s = basis.needed_s
+        if needed_s is None:
+            needed_s = self._least_s(uncached_tokens, cached_tokens)
+        extra_s = degree * service_s - needed_s
+        return Offer(
+            degree=degree,
+            cached_tokens=cached_tokens,
+            uncached_tokens=uncached_tokens,
+            service_s=service_s,
+            extra_gpu_s=extra_s,
+            lam=lam,
+            service_j=self._policy.beta * service_s,
+            extra_j=lam * extra_s,
+            pull_tokens=0 if pull is None else pull.tokens,
+            pull_s=0.0 if pull is None else pull.seconds,
+        )
 
     def decision(
-        self, entry: Entry, quotes: Iterable[Quote], decode: DecodeId | None = None
+        self, entry: Entry, quotes: Quotes | None, decode: DecodeId | None = None
     ) -> Decision:
         """The record of a choice: every candidate with its terms, everyone else with a reason."""
-        beta = self._policy.beta
         return Decision(
             request_id=entry.id,
             policy=self._policy.name,
-            candidates=tuple(
-                CostTerms(
-                    worker=quote.lane.candidate.id,
-                    degree=quote.lane.candidate.degree,
-                    cached_tokens=quote.cached_tokens,
-                    reconcile_tokens=quote.reconcile_tokens,
-                    queue_s=quote.queue_s,
-                    service_s=quote.service_s,
-                    extra_gpu_s=quote.extra_gpu_s,
-                    beta=beta,
-                    lam=quote.lam,
-                    total=quote.total,
-                    pull_tokens=0 if quote.pull is None else quote.pull.tokens,
-                    pull_s=0.0 if quote.pull is None else quote.pull.seconds,
-                    extrapolated=self._model.profile.extrapolates(
-                        quote.lane.candidate.degree, quote.uncached_tokens, quote.cached_tokens
-                    ),
-                )
-                for quote in quotes
-            ),
-            excluded=self._excluded(entry),
+            prices=quotes,
+            excluded=self._excluded(entry, quotes),
             decode=decode,
             decodes=self._decodes.terms(),
         )
 
-    def _excluded(self, entry: Entry) -> tuple[tuple[WorkerId, str], ...]:
+    def _excluded(self, entry: Entry, quotes: Quotes | None) -> tuple[tuple[WorkerId, str], ...]:
+        workers = self._membership.workers
+        if quotes is not None and isinstance(quotes.lanes, range):  # none was left out
+            workers = self._membership.out
         excluded = []
-        for worker in self._membership.workers:
+        for worker in workers:
             if not worker.serving:
                 reason: str | None = f"{worker.state.value}: {worker.reason}"
             else:
@@ -292,5 +335,5 @@ class Placement:
         return tuple(excluded)
 
 
-def _total(quote: Quote) -> float:
-    return quote.total
+def _at(positions: Sequence[int], of: Sequence[T]) -> tuple[T, ...]:
+    return tuple(of[at] for at in positions)

@@ -1,7 +1,7 @@
 """What tells one policy from another: the order of the queue, the price, when to bind.
 
 Everything else (the queue, eligibility, picking, reservations) is common to all policies. With
-``paper`` and ``late`` the candidates are the committed workers, with ``fluid`` every block.
+``paper`` and ``late`` the candidates are the committed workers, with ``fluid`` all blocks.
 """
 
 import math
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from vertumnus_router.core.config import LateConfig, PolicyConfig
-from vertumnus_router.core.lanes import Lane
+from vertumnus_router.core.events import PoolJoined
 from vertumnus_router.core.membership import Membership
-from vertumnus_router.core.workers import Candidate
+from vertumnus_router.core.workers import Candidates
 
 
 class Policy(Protocol):
@@ -41,15 +41,16 @@ class Policy(Protocol):
         degree with the longest prefix that any candidate has, with a weight of 1 at least where
         that is being computed at this moment; else beyond that with the prefix at hand."""
 
-    def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
+    def candidates(self, membership: Membership) -> Candidates:
         """The blocks that a request may run on."""
 
     def urgency(self, arrived_s: float, gpu_s: Callable[[], float]) -> float:
         """Rank in the queue, lowest first. ``gpu_s`` gives g, the request's GPU-seconds at
         the smallest degree with its best prefix hit."""
 
-    def may_bind(self, lane: Lane) -> bool:
-        """Whether a request may go to the lane's block now."""
+    def may_bind(self, pool: PoolJoined, load: tuple[int, int]) -> bool:
+        """Whether a request may go to a block of the pool now whose unfinished prefills, all and
+        without the last, have ``load`` uncached tokens."""
 
     def observe(self, queued: int, ranks: int, now: float) -> None:
         """``queued`` requests have waited for ``ranks`` ranks since the last call."""
@@ -68,13 +69,13 @@ class PaperPolicy:
         self.beta = config.beta
         self.lam = config.lam
 
-    def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
-        return membership.serving
+    def candidates(self, membership: Membership) -> Candidates:
+        return membership.candidates
 
     def urgency(self, arrived_s: float, gpu_s: Callable[[], float]) -> float:
         return arrived_s
 
-    def may_bind(self, lane: Lane) -> bool:
+    def may_bind(self, pool: PoolJoined, load: tuple[int, int]) -> bool:
         return True
 
     def observe(self, queued: int, ranks: int, now: float) -> None:
@@ -112,18 +113,19 @@ class LatePolicy:
         # A fixed λ fails across loads, an uncapped one can lock up.
         return min(self._config.lam_cap, self._base_lam + self._config.lam_gain * self._backlog)
 
-    def candidates(self, membership: Membership) -> tuple[Candidate, ...]:
-        return membership.serving
+    def candidates(self, membership: Membership) -> Candidates:
+        return membership.candidates
 
     def urgency(self, arrived_s: float, gpu_s: Callable[[], float]) -> float:
         # g − ageing·(now − arrived) without the now, which is the same for everyone.
         return gpu_s() + self._config.ageing * arrived_s
 
-    def may_bind(self, lane: Lane) -> bool:
-        return lane.open and lane.tokens_before_last < lane.candidate.pool.chunk_tokens
+    def may_bind(self, pool: PoolJoined, load: tuple[int, int]) -> bool:
+        return load[1] < pool.chunk_tokens
 
     def observe(self, queued: int, ranks: int, now: float) -> None:
-        if self._observed_s is not None and ranks:
+        # Without a queue then and now the average stays 0.
+        if self._observed_s is not None and ranks and (queued or self._backlog):
             weight = -math.expm1(-(now - self._observed_s) / self._config.backlog_tau_s)
             self._backlog += weight * (queued / ranks - self._backlog)
         self._observed_s = now
@@ -132,8 +134,8 @@ class LatePolicy:
 class FluidPolicy(LatePolicy):
     """Late binding to any block of the lattice: the pools follow the requests.
 
-    J = wait + switch + s + λ·(C·(s + 2·switch) − C_min·Ê_Cmin): who changes a block pays for the
-    way there and back.
+    J = wait + switch + s + λ·(C·s + idle − C_min·Ê_Cmin): who wants another block pays for what its
+    ranks stand still, to wait for each other, to switch, and to switch back some time.
     """
 
     name = "fluid"

@@ -4,27 +4,47 @@ A pull competes with computing: it is taken where the copy and the shorter prefi
 the longer prefill. Asking changes nothing.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from vertumnus_router.core.chains import usable_blocks
 from vertumnus_router.core.config import PrefixConfig
 from vertumnus_router.core.effects import Cause, Copy
+from vertumnus_router.core.events import PoolJoined
 from vertumnus_router.core.ledger import Ledger
-from vertumnus_router.core.membership import Membership, Peer, geometry
+from vertumnus_router.core.membership import Membership, Peer, geometry, slots
 from vertumnus_router.core.transfers import Transfers
 from vertumnus_router.core.trie import PrefixMatch
-from vertumnus_router.core.types import Request
+from vertumnus_router.core.types import PoolId, Request
 from vertumnus_router.core.workers import Candidate
+
+
+class PullTerms(msgspec.Struct, frozen=True, gc=False):
+    """The first ``depth`` blocks of the prompt can be copied, ``tokens`` of them in ``seconds``."""
+
+    depth: int
+    tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """The first ``depth`` blocks of the prompt can be copied, ``tokens`` of them in ``seconds``."""
+    """A copy of the first ``depth`` blocks of the prompt, and the ranks that it goes between."""
 
     source: Peer
     destination: Peer
     depth: int
-    tokens: int
-    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Ranks that hold the longest prefix of a prompt, ``depth`` blocks, and may give it now, the
+    best first."""
+
+    depth: int
+    ranked: Sequence[Peer]
 
 
 class Pulls:
@@ -35,49 +55,124 @@ class Pulls:
     ) -> None:
         #: whether there are pulls at all
         self.enabled = config.pull
+        self._per_rank = config.pulls_per_rank
         self._membership = membership
         self._ledger = ledger
         self._transfers = transfers
 
-    def find(
+    def terms(
         self,
         request: Request,
         match: PrefixMatch,
-        candidate: Candidate,
-        usable_blocks: int,
+        candidates: Sequence[Candidate],
+        stored: Sequence[int],
+        coming: Mapping[int, int],
         now: float,
+    ) -> list[PullTerms | None]:
+        """By candidate, the copy that would leave it with the longest prefix that any rank holds.
+        None where it holds as much, gets more of it already, or no copy can go there now.
+
+        ``stored``: how many blocks of the prompt a rank of each candidate holds; ``coming``: by
+        position, how many one will when what is being computed or copied there is done.
+        """
+        found: list[PullTerms | None] = [None] * len(candidates)
+        if not match.longest(-1):
+            return found
+        giving, taking = self._transfers.giving(), self._transfers.taking()
+        full = sum(1 << slot for slot, taken in taking.items() if taken >= self._per_rank)
+        sources_of: dict[tuple[int, int], _Sources | None] = {}
+
+        def terms_at(candidate: Candidate, held: int) -> PullTerms | None:
+            pool = candidate.pool
+            alike = geometry(pool)
+            if alike not in sources_of:
+                sources_of[alike] = self._sources(request, match, pool, giving, now)
+            sources = sources_of[alike]
+            if sources is None or held >= sources.depth:
+                return None
+            best = self._best(sources, candidate, match, taking, now)
+            return None if best is None else best[0]
+
+        # Ranks of one pool that hold as much are alike, unless they are full or a copy has failed.
+        known: dict[tuple[PoolId, int], PullTerms | None] = {}
+        for at, (candidate, held) in enumerate(zip(candidates, stored, strict=True)):
+            if coming and coming.get(at, 0) > held:
+                continue
+            if candidate.ranks & full or self._transfers.any_failed:
+                found[at] = terms_at(candidate, held)
+                continue
+            key = candidate.pool.pool, held
+            if key not in known:
+                known[key] = terms_at(candidate, held)
+            found[at] = known[key]
+        return found
+
+    def find(
+        self, request: Request, match: PrefixMatch, candidate: Candidate, now: float
     ) -> Pull | None:
-        """The copy that would leave the candidate with the longest prefix that any rank holds.
-        None if it holds as much, or gets more of it already."""
-        blocks, pool = request.blocks, candidate.pool
-        here = min(match.longest(candidate.ranks), usable_blocks)
-        if not pool.kv_token_bytes or here >= len(blocks):
+        """The copy to a candidate that has ``terms``."""
+        giving, taking = self._transfers.giving(), self._transfers.taking()
+        sources = self._sources(request, match, candidate.pool, giving, now)
+        if sources is None:
             return None
-        peers = self._membership.peers
-        alike = [peer for peer in peers.values() if peer.geometry == geometry(pool)]
-        depth = min(match.longest(_mask(alike)), usable_blocks)
-        if depth <= here or self._is_on_its_way(request, candidate, here):
+        best = self._best(sources, candidate, match, taking, now)
+        return None if best is None else best[1]
+
+    def _sources(
+        self,
+        request: Request,
+        match: PrefixMatch,
+        pool: PoolJoined,
+        giving: Mapping[int, int],
+        now: float,
+    ) -> _Sources | None:
+        """Where candidates of the pool could copy from; None if from nowhere."""
+        alike = self._membership.alike.get(geometry(pool), 0)
+        depth = min(match.longest(alike), usable_blocks(request, pool.block_tokens))
+        if not depth:
             return None
-        mine = [peer for peer in alike if candidate.ranks >> peer.slot & 1]
-        holding = match.holding(depth, _mask(alike))
-        sources = [peer for peer in alike if holding >> peer.slot & 1]
+        ranked = []
+        for slot in slots(match.holding(depth, alike)):
+            peer, given = self._membership.peers[slot], giving.get(slot, 0)
+            if given < self._per_rank:
+                ranked.append((given, self._ledger.queue_s(peer.worker, now), slot, peer))
+        if not ranked:
+            return None
+        ranked.sort(key=lambda one: one[:3])
+        return _Sources(depth, [peer for *_, peer in ranked])
+
+    def _best(
+        self,
+        sources: _Sources,
+        candidate: Candidate,
+        match: PrefixMatch,
+        taking: Mapping[int, int],
+        now: float,
+    ) -> tuple[PullTerms, Pull] | None:
+        """The fastest copy to the rank of the candidate that holds most of the prompt; None if
+        that one takes as many as it may, or nobody can give."""
+        pool, peers = candidate.pool, self._membership.peers
+        mine = [slot for slot in slots(candidate.ranks) if slot in peers]
         if not mine:
             return None
-        own = {peer.slot: min(match.longest(1 << peer.slot), usable_blocks) for peer in mine}
-        destination = min(mine, key=lambda peer: (-own[peer.slot], peer.slot))
-        tokens = (depth - own[destination.slot]) * pool.block_tokens
-        size = tokens * pool.kv_token_bytes
-        offers = []
-        for source in sources:
-            if self._transfers.copy_fault(source, destination, now, pull=True) is None:
-                seconds = self._transfers.link(source.rank.pool, pool.pool).seconds(size)
-                given = self._transfers.given(source.slot)
-                queue_s = self._ledger.queue_s(source.worker, now)
-                offers.append((seconds, given, queue_s, source.slot))
+        slot = max(mine, key=lambda slot: match.longest(1 << slot))
+        destination, held = peers[slot], match.longest(1 << slot)
+        if taking.get(slot, 0) >= self._per_rank:
+            return None
+        tokens = (sources.depth - held) * pool.block_tokens
+        offers: dict[bool, tuple[float, Peer]] = {}
+        for source in sources.ranked:
+            local = source.rank.pool == pool.pool
+            if local not in offers and not self._transfers.failed(source, destination, now):
+                link = self._transfers.link(source.rank.pool, pool.pool)
+                offers[local] = link.seconds(tokens * pool.kv_token_bytes), source
+                if len(offers) == 2:
+                    break  # sources within the pool are equally fast, and so are all others
         if not offers:
             return None
-        seconds, _, _, slot = min(offers)
-        return Pull(peers[slot], destination, depth, tokens, seconds)
+        seconds, source = min(offers.values(), key=lambda offer: offer[0])
+        depth = sources.depth
+        return PullTerms(depth, tokens, seconds), Pull(source, destination, depth)
 
     def begin(self, pull: Pull, request: Request, now: float) -> Copy:
         """The effect; it is in flight from now on."""
@@ -98,14 +193,3 @@ class Pulls:
         if held >= usable_blocks:
             return None
         return self._transfers.bringing(candidate.ranks, held + 1, request.blocks)
-
-    def _is_on_its_way(self, request: Request, candidate: Candidate, held: int) -> bool:
-        """Whether the next block is being computed or copied there."""
-        block = request.blocks[held]
-        return block in self._ledger.in_flight(candidate.id) or self._transfers.brings(
-            candidate.ranks, held + 1, block
-        )
-
-
-def _mask(peers: list[Peer]) -> int:
-    return sum(1 << peer.slot for peer in peers)

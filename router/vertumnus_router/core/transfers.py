@@ -3,23 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from vertumnus_router.core.chains import shared_depth
 from vertumnus_router.core.config import PrefixConfig
 from vertumnus_router.core.effects import Cause, Copy, Life, Reclaim
 from vertumnus_router.core.events import CopyEnded, ReclaimEnded, TransferOutcome
 from vertumnus_router.core.membership import Membership, Peer
 from vertumnus_router.core.types import BlockHash, PoolId, TransferId
-
-
-def shared_depth(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
-    """How many blocks two chains begin with alike. Chained hashes: once apart, always apart."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high) // 2
-        if one[middle] == other[middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 @dataclass(slots=True)
@@ -106,13 +95,17 @@ class Transfers:
 
     # -- what is in flight ----------------------------------------------------------------------
 
-    def incoming(self, ranks: int, blocks: Sequence[BlockHash]) -> int:
-        """Of the chain, how many blocks a rank in the mask will hold when its copies are done."""
-        depth = 0
+    def incoming(self, blocks: Sequence[BlockHash]) -> Mapping[int, int]:
+        """How many blocks of the chain a rank will hold when its copies are done, by slot; without
+        the ranks that no copy brings any to."""
+        depths: dict[int, int] = {}
+        if not self._pending:
+            return depths
         for copy in self._copies():
-            if ranks >> copy.target & 1:
-                depth = max(depth, shared_depth(copy.effect.blocks, blocks))
-        return depth
+            depth = shared_depth(copy.effect.blocks, blocks)
+            if depth:
+                depths[copy.target] = max(depth, depths.get(copy.target, 0))
+        return depths
 
     def brings(self, ranks: int, depth: int, block: BlockHash) -> bool:
         """Whether a copy to a rank in the mask has ``block``, the ``depth``-th of its path."""
@@ -145,32 +138,51 @@ class Transfers:
                 mask |= 1 << one.target
         return mask
 
-    def given(self, slot: int) -> int:
-        """How many copies read from the rank."""
-        return sum(copy.source == slot for copy in self._copies())
+    def giving(self) -> Mapping[int, int]:
+        """How many copies read from a rank, by slot; without those that none reads from."""
+        given: dict[int, int] = {}
+        for copy in self._copies():
+            if copy.source is not None:
+                given[copy.source] = given.get(copy.source, 0) + 1
+        return given
 
-    def copy_fault(
-        self, source: Peer, destination: Peer, now: float, *, pull: bool = False
-    ) -> str | None:
-        """Why no copy may go between the two ranks now, or None."""
-        busy = self.busy(source, destination, pull=pull)
+    def taking(self) -> Mapping[int, int]:
+        """The same for the ranks that they go to."""
+        taken: dict[int, int] = {}
+        for copy in self._copies():
+            taken[copy.target] = taken.get(copy.target, 0) + 1
+        return taken
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a copy has failed lately."""
+        return bool(self._failed_s)
+
+    def failed(self, source: Peer, destination: Peer, now: float) -> bool:
+        """Whether the last copy between the two ranks failed so lately that none may follow."""
+        if not self._failed_s:
+            return False
+        failed_s = self._failed_s.get((source.life, destination.life))
+        return failed_s is not None and now - failed_s < self._config.retry_s
+
+    def copy_fault(self, source: Peer, destination: Peer, now: float) -> str | None:
+        """Why no copy but a pull may go between the two ranks now, or None."""
+        busy = self.busy(source, destination)
         if busy is not None:
             return busy
-        failed_s = self._failed_s.get((source.life, destination.life))
-        if failed_s is not None and now - failed_s < self._config.retry_s:
+        if self.failed(source, destination, now):
             return f"the last copy from {source.rank} to {destination.rank} failed"
         return None
 
-    def busy(self, source: Peer, destination: Peer, *, pull: bool = False) -> str | None:
+    def busy(self, source: Peer, destination: Peer) -> str | None:
         """Which copies in flight keep another one between the two ranks waiting, or None. A pull,
         for which a request waits, has limits of its own."""
         copies = list(self._copies())
-        per_rank = self._config.pulls_per_rank if pull else 1
-        if not pull and len(copies) >= self._config.copies_in_flight:
+        if len(copies) >= self._config.copies_in_flight:
             return f"{len(copies)} copies are in flight"
-        if sum(copy.source == source.slot for copy in copies) >= per_rank:
+        if any(copy.source == source.slot for copy in copies):
             return f"{source.rank} gives as many as it may"
-        if sum(copy.target == destination.slot for copy in copies) >= per_rank:
+        if any(copy.target == destination.slot for copy in copies):
             return f"{destination.rank} takes as many as it may"
         return None
 

@@ -49,11 +49,13 @@ class Node(msgspec.Struct, eq=False, gc=False):
 class PrefixMatch:
     """How far down one chain of blocks each rank reaches, in blocks."""
 
-    __slots__ = ("_cuts", "_length")
+    __slots__ = ("_asked", "_cuts", "_each", "_length")
 
     def __init__(self, length: int, cuts: list[tuple[int, int]]) -> None:
         self._length = length
         self._cuts = cuts  # (depth, mask of the ranks that hold exactly depth blocks), ascending
+        self._asked: tuple[int, ...] = ()
+        self._each: list[int] = []
 
     def common(self, ranks: int) -> int:
         """Blocks of the chain that every rank in the mask ``ranks`` holds, from the first on."""
@@ -69,6 +71,16 @@ class PrefixMatch:
             if not ranks:
                 return depth
         return self._length
+
+    def longest_each(self, masks: tuple[int, ...]) -> list[int]:
+        """``longest`` of every mask, not to be changed. The last answer is remembered: the same
+        masks are asked about each time that a waiting request is priced."""
+        if self._asked is not masks:
+            self._asked = masks
+            # Most masks end at the first cut.
+            depth, stopped = self._cuts[0] if self._cuts else (self._length, -1)
+            self._each = [self.longest(m) if m & ~stopped else depth for m in masks]
+        return self._each
 
     def holding(self, depth: int, ranks: int) -> int:
         """Which of ``ranks`` hold at least the first ``depth`` blocks."""
@@ -237,6 +249,9 @@ class PrefixIndex:
             above = nodes.get(parent) or self._place(parent)
         stub = above
         added, fresh = 0, False
+        # The nodes of a path mostly have the same holders, so their counts change together.
+        old = new = bit
+        changed = 0
         for block in blocks:
             node = nodes.get(block)
             fresh = node is None
@@ -256,11 +271,17 @@ class PrefixIndex:
             else:
                 if node.parent is root and above is not root:
                     self._move(node, above)
-                if not node.holders & bit:
-                    self._hold(node, node.holders | bit)
+                holders = node.holders
+                if not holders & bit:
+                    if holders is not old:
+                        self._recount(old, new, changed)
+                        old, new, changed = holders, self._shared(holders | bit), 0
+                    node.holders = new
+                    changed += 1
             above = node
         if added:
             self._by_holders[bit] = self._by_holders.get(bit, 0) + added
+        self._recount(old, new, changed)
         if fresh:
             self._leaves.append(above)
         if stub is not root and not stub.holders and stub.children is None:
@@ -271,13 +292,20 @@ class PrefixIndex:
     def remove(self, slot: int, blocks: Iterable[BlockHash]) -> None:
         """The rank in ``slot`` no longer holds ``blocks``; unknown ones are no news."""
         bit = 1 << slot
+        old = new = 0
+        changed = 0
         for block in blocks:
             node = self._nodes.get(block)
             if node is None or not node.holders & bit:
                 continue
-            self._hold(node, node.holders & ~bit)
-            if not node.holders and node.children is None:
+            if node.holders is not old:
+                self._recount(old, new, changed)
+                old, new, changed = node.holders, self._shared(node.holders & ~bit), 0
+            node.holders = new
+            changed += 1
+            if not new and node.children is None:
                 self._drop(node)
+        self._recount(old, new, changed)
         self.version += 1
 
     def reset(self, ranks: int) -> None:
@@ -298,17 +326,23 @@ class PrefixIndex:
         return self._masks.setdefault(holders, holders)
 
     def _hold(self, node: Node, holders: int) -> None:
-        """The one place where the holders of a node that is there change."""
-        counts, old = self._by_holders, node.holders
-        node.holders = self._shared(holders)
+        """Change the holders of a node that is there."""
+        old, node.holders = node.holders, self._shared(holders)
+        self._recount(old, holders, 1)
+
+    def _recount(self, old: int, new: int, changed: int) -> None:
+        """So many nodes have the holders ``new``, no longer ``old``."""
+        if not changed:
+            return
+        counts = self._by_holders
+        if new:
+            counts[new] = counts.get(new, 0) + changed
         if old:
-            left = counts[old] - 1
+            left = counts[old] - changed
             if left:
                 counts[old] = left
             else:
                 del counts[old], self._masks[old]
-        if holders:
-            counts[holders] = counts.get(holders, 0) + 1
 
     def _place(self, block: BlockHash) -> Node:
         """A node that nobody holds, for others to be below."""

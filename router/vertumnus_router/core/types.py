@@ -3,9 +3,10 @@
 Times are seconds of the caller's monotonic clock, lengths are tokens.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
+
+import msgspec
 
 from vertumnus_router.lattice import Block
 
@@ -21,8 +22,7 @@ TransferId = NewType("TransferId", str)
 BlockHash = NewType("BlockHash", int)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Rank:
+class Rank(msgspec.Struct, frozen=True, order=True, gc=False):
     """One persistent process of a pool, named by its data-parallel rank."""
 
     pool: PoolId
@@ -51,8 +51,7 @@ class WorkerState(Enum):
     LOST = "lost"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, gc=False):
     """What the policy knows of one request.
 
     ``blocks`` are the hashes of the full KV blocks of the prompt, first to last; empty when

@@ -35,6 +35,57 @@ class Candidate:
         return self.block.degree
 
 
+class Candidates:
+    """Blocks that a request could run on, in order, and columns of what is asked about all of
+    them for every request. ``kinds`` numbers the different (degree, tokens of a KV block)."""
+
+    __slots__ = (
+        "at_slot",
+        "at_worker",
+        "each",
+        "ids",
+        "kind_of",
+        "kinds",
+        "paired",
+        "pools",
+        "ranks",
+        "ranks_by_block",
+        "room_tokens",
+    )
+
+    def __init__(self, each: tuple[Candidate, ...]) -> None:
+        self.each = each
+        self.ids = tuple(candidate.id for candidate in each)
+        self.ranks = tuple(candidate.ranks for candidate in each)
+        self.at_worker = {candidate.id: at for at, candidate in enumerate(each)}
+        #: by slot of a rank, the first that has it
+        self.at_slot: dict[int, int] = {}
+        for at, ranks in enumerate(self.ranks):
+            for slot in range(ranks.bit_length()):
+                if ranks >> slot & 1:
+                    self.at_slot.setdefault(slot, at)
+        kinds = [(candidate.degree, candidate.pool.block_tokens) for candidate in each]
+        self.kinds = tuple(dict.fromkeys(kinds))
+        self.kind_of = tuple(map(self.kinds.index, kinds))
+        #: all ranks whose KV blocks have so many tokens, masks
+        self.ranks_by_block: dict[int, int] = {}
+        for candidate in each:
+            block_tokens = candidate.pool.block_tokens
+            self.ranks_by_block[block_tokens] = (
+                self.ranks_by_block.get(block_tokens, 0) | candidate.ranks
+            )
+        self.pools = tuple({candidate.pool.pool: candidate.pool for candidate in each}.values())
+        #: whether some of them need a decode server
+        self.paired = any(pool.prefill_only for pool in self.pools)
+        #: a request of so many tokens fits each of them
+        self.room_tokens = min(
+            (min(pool.context_tokens, pool.kv_capacity_tokens) for pool in self.pools), default=0
+        )
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A block that serves, or would: then ``reason`` says what keeps it from serving."""

@@ -1,7 +1,7 @@
 """From a rule's pick to a dispatch: who can take a request, its reservation, its decision."""
 
 from vertumnus_router.core.decodes import Decodes, room
-from vertumnus_router.core.effects import CostTerms, Decision, Dispatch, Effect, Pairing
+from vertumnus_router.core.effects import Chosen, CostTerms, Decision, Dispatch, Effect, Pairing
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.model import PrefillModel
@@ -88,7 +88,7 @@ class EarlyBinding:
             pool=worker.pool.pool,
             home=home,
             worker=worker.id,
-            decision=Decision(entry.id, self._rule.name, (terms,), decode=decode),
+            decision=Decision(entry.id, self._rule.name, Chosen(terms), decode=decode),
             attempt=attempt,
             pair=pair,
         )

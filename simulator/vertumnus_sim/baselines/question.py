@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from vertumnus_router.core.chains import usable_blocks
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.model import PrefillModel
-from vertumnus_router.core.placement import usable_blocks
 from vertumnus_router.core.requests import RequestTable
 from vertumnus_router.core.trie import PrefixIndex, PrefixMatch
 from vertumnus_router.core.types import Request

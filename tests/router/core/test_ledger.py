@@ -114,13 +114,29 @@ def test_a_moved_reservation_takes_what_is_left_at_the_new_rate() -> None:
     ledger.move(A, V, 0.5, 1.0)
     assert (ledger.queue_s(W, 1.0), ledger.queue_s(V, 1.0)) == (3.0, 0.5)
     assert ledger.queue_s(V, 1.25) == 0.25  # it runs there
-    assert (ledger.load(V), list(ledger.in_flight(V))) == ((100, 100 - 100), [7])
-    assert not ledger.in_flight(W)
+    assert ledger.load(V) == (100, 100 - 100)
+    assert ledger.computing((BlockHash(7),)) == {V: 1}
     ledger.move(B, V, 2.0, 2.0)
     assert (ledger.queue_s(W, 2.0), ledger.queue_s(V, 2.0)) == (0.0, 6.0)
     released = [ledger.release(request, 3.0) for request in (A, B)]
     assert all(reservation is not None and reservation.shared for reservation in released)
     assert (len(ledger), ledger.queue_s(V, 4.0), ledger.load(V)) == (0, 0.0, (0, 0))
+
+
+def test_of_a_chain_the_longest_prefix_being_computed_counts_by_worker() -> None:
+    ledger = Ledger()
+    ledger.reserve(A, W, 1.0, 100, (BlockHash(1), BlockHash(2), BlockHash(3)))
+    ledger.reserve(B, W, 1.0, 100, (BlockHash(1), BlockHash(9)))
+    ledger.reserve(C, V, 1.0, 100, (BlockHash(1), BlockHash(2)))
+    chain = (BlockHash(1), BlockHash(2), BlockHash(4))
+    assert ledger.computing(chain) == {W: 2, V: 2}
+    assert ledger.computing((BlockHash(1), BlockHash(9))) == {W: 2, V: 1}
+    assert ledger.computing((BlockHash(2),)) == {} == ledger.computing(())
+    ledger.release(A, 0.0)
+    assert ledger.computing(chain) == {W: 1, V: 2}
+    ledger.release(B, 0.0)
+    ledger.release(C, 0.0)
+    assert ledger.computing(chain) == {}
 
 
 def test_moving_what_is_not_reserved_does_nothing() -> None:
