@@ -183,8 +183,9 @@ class Pool:
         self._network.send(left, links, lambda: self._handed_over(job, degree))
 
     def _handed_over(self, job: Job, degree: int) -> None:
-        if self._handing_over.pop(job.request.id, None) is None:
-            return  # its home has died
+        if self._handing_over.get(job.request.id) is not job:
+            return  # its home has died, and another attempt may be on its way
+        del self._handing_over[job.request.id]
         cache = self.caches[job.home]
         cache.unpin(job.request.blocks[: job.filled.pop(job.home)])
         cache.unreserve(job.spare.pop(job.home))
