@@ -336,7 +336,11 @@ class Pool:
         def arrive() -> None:
             there.unpin(blocks)
             if to in self._dead or at in source._dead:
+                here.unpin(blocks[:held])
+                here.unreserve(missing)
                 self._tell(CopyEnded(order.transfer, TransferOutcome.FAILED, reason="a rank died"))
+                self._go_on(self._workers[to])
+                source._go_on(source._workers[at])
                 return
             here.fill(blocks[held:], keep=False)
             here.unpin(blocks)
