@@ -342,10 +342,10 @@ class Pool:
                 self._go_on(self._workers[to])
                 source._go_on(source._workers[at])
                 return
-            here.fill(blocks[held:], keep=False)
+            parent = blocks[held - 1] if held else None
+            here.fill(parent, blocks[held:], keep=False)
             here.unpin(blocks)
             if missing:
-                parent = blocks[held - 1] if held else None
                 self._tell(BlocksStored(order.destination.rank, parent, blocks[held:]))
             seconds = self._timeline.now - began_s
             transfer_s = seconds - self._hardware.copy_latency_s
@@ -373,7 +373,9 @@ class Pool:
         """Delete copies that are not used."""
         cache, blocks = self.caches[order.holder.rank.index], order.blocks[order.keep :]
         if not cache.drop(blocks):
-            ended = ReclaimEnded(order.transfer, TransferOutcome.REFUSED, reason="in use")
+            ended = ReclaimEnded(
+                order.transfer, TransferOutcome.REFUSED, reason="in use or not as it was"
+            )
             self._tell(ended)
             return
         self._tell(BlocksRemoved(order.holder.rank, blocks))
