@@ -20,6 +20,7 @@ from vertumnus_router.core.events import (
     CopyEnded,
     DecodeJoined,
     Event,
+    MoveOutcome,
     RequestArrived,
     Tick,
 )
@@ -196,7 +197,8 @@ class Simulation:
                 reason = effect.message.split(":")[0]
                 self.outcome.refused[reason] = self.outcome.refused.get(reason, 0) + 1
             case PlanEnded():
-                self.outcome.moves += len(effect.ended)
+                committed = (one.outcome is MoveOutcome.COMMITTED for one in effect.ended)
+                self.outcome.moves += sum(committed)
             case Abort() | Verdict() | TransferRefused():
                 pass  # the end of an attempt follows by itself, the others are for operators
 
