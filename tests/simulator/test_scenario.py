@@ -192,6 +192,15 @@ def test_settings_that_cannot_be_are_refused(name: str, value: str, message: str
         settings.apply(Outer(), {name: value})
 
 
+def test_settings_that_only_go_together_may_be_given_in_any_order() -> None:
+    below, above = ("prefix.theta_reclaim", "9"), ("prefix.theta_intra", "10")  # below 8 until then
+    for given_ in (dict([below, above]), dict([above, below])):
+        config = policy_config("late", given_, HARDWARE, 0).prefix
+        assert (config.theta_reclaim, config.theta_intra) == (9.0, 10.0)
+    with pytest.raises(ValueError, match=r"theta_reclaim 9.0: must be below theta_intra 8.0"):
+        policy_config("late", dict([below]), HARDWARE, 0)
+
+
 def test_a_policy_has_the_live_router_s_settings() -> None:
     given_ = {"late.ageing": "0.1", "prefix.pull": "true", "controller.mode": "on", "lam": "0.2"}
     config = policy_config("late", given_, HARDWARE, 3)
