@@ -192,6 +192,16 @@ def test_surplus_that_its_home_uses_is_kept() -> None:
     assert cache.reserve(2) == [BlockHash(21), BlockHash(2)]
 
 
+def test_what_is_kept_stays_so_when_others_use_it() -> None:
+    cache = filled(4, "11")
+    cache.pin(chain("11"), keep=False)
+    cache.unpin(chain("11"))
+    cache.reserve(2)
+    cache.fill(None, chain("21"), keep=False)
+    cache.unpin(chain("21"))
+    assert cache.reserve(2) == [BlockHash(21), BlockHash(2)]
+
+
 def test_what_is_pinned_twice_stays_until_it_is_unpinned_twice() -> None:
     cache = filled(2, "11")
     cache.pin(chain("11"), keep=True)
