@@ -323,17 +323,25 @@ def test_a_copy_whose_rank_dies_fails_and_gives_all_back(dead: int) -> None:
     assert not stand.pinned() and len(stand.pool.caches[1]) == 3
 
 
-def test_a_prompt_goes_on_when_a_copy_frees_the_memory() -> None:
+@pytest.mark.parametrize("dead", [None, 0, 1])
+def test_prompts_go_on_when_a_copy_frees_the_memory(dead: int | None) -> None:
+    """At its source and its destination, also where the other one is dead by then."""
     stand = Stand("4x1", replace(QUIET, kv_blocks=20, local_bytes_per_s=1e6))
     one, other = Rank(stand.pool.id, 0), Rank(stand.pool.id, 1)
     stand.submit("a", 0, 1_000)
     stand.timeline.at(5.0, stand.copy, one, other, blocks_of(0, 10))
     for rank in (0, 1):
         stand.timeline.at(5.1, stand.submit, str(rank), rank, 1_500, 50 + 50 * rank)
+    if dead is not None:
+        stand.timeline.at(5.5, stand.pool.kill, dead)
     stand.timeline.run()
     copied_s = 5.0 + 0.002 + 1.0
     computed_s = step_s(1, (1_000, 0)) + step_s(1, (500, 1_000))
-    assert stand.finished()["0"] == stand.finished()["1"] == pytest.approx(copied_s + computed_s)
+    living = {str(rank) for rank in (0, 1) if rank != dead}
+    finished = stand.finished()
+    assert {name: finished[name] for name in living} == {
+        name: pytest.approx(copied_s + computed_s) for name in living
+    }
 
 
 def test_a_reclaim_deletes_all_that_it_names_or_nothing() -> None:
