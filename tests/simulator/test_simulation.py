@@ -2,6 +2,7 @@
 long as theory has them."""
 
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from random import Random
 import msgspec
 import pytest
 from vertumnus_router.core.control import ControlPlane
+from vertumnus_router.core.events import Tick
 from vertumnus_router.core.profile import Coefficients
 from vertumnus_router.lattice import Block
 from vertumnus_sim.metrics import Row
@@ -128,6 +130,14 @@ def test_what_warms_up_is_served_and_not_counted() -> None:
     assert len(part.outcome.ttft_s) == 60 == sum(part.outcome.requests_by_degree.values())
     late = {number for number, request in enumerate(requests) if number >= 40}
     assert sorted(part.outcome.input_tokens) == sorted(requests[n].input_tokens for n in late)
+
+
+def test_the_timer_runs_faster_during_a_scan() -> None:
+    for settings, least_s in (({}, 0.1), ({**SETTINGS, "prefix.slice_blocks": "1"}, 0.01)):
+        played = play(conversations(100, 30), settings=settings)
+        ticks_s = [now for event, now, _ in played.log if isinstance(event, Tick)]
+        gaps_s = [after_s - at_s for at_s, after_s in itertools.pairwise(ticks_s)]
+        assert (min(gaps_s), max(gaps_s)) == (pytest.approx(least_s), pytest.approx(0.1))
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
