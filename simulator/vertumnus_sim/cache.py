@@ -24,6 +24,7 @@ class RankCache:
         self._keeps: set[BlockHash] = set()  # of the pinned ones, those that stay as kept
         self._kept: _Order = OrderedDict()  # least recently used first
         self._surplus: _Order = OrderedDict()
+        self._parents: dict[BlockHash, BlockHash | None] = {}
 
     def __len__(self) -> int:
         return len(self._pins) + len(self._kept) + len(self._surplus)
@@ -92,30 +93,38 @@ class RankCache:
         gone: list[BlockHash] = []
         while len(self) + self.reserved > self.capacity:
             order = self._surplus or self._kept
-            gone.append(order.popitem(last=False)[0])
+            block, _ = order.popitem(last=False)
+            del self._parents[block]
+            gone.append(block)
         return gone
 
     def unreserve(self, blocks: int) -> None:
         self.reserved -= blocks
 
-    def fill(self, blocks: Sequence[BlockHash], keep: bool) -> None:
-        """Blocks that were reserved are computed: here, and pinned. Where another request has
-        computed the same meanwhile, one of the two goes."""
+    def fill(self, parent: BlockHash | None, blocks: Sequence[BlockHash], keep: bool) -> None:
+        """Blocks that were reserved, a chain below ``parent`` (None: the root), are computed: here,
+        and pinned. Where another request has computed the same meanwhile, one of the two goes."""
         self.reserved -= len(blocks)
-        pins = self._pins
+        pins, parents = self._pins, self._parents
         for block in blocks:
             if block in self:
                 self.pin((block,), keep)
             else:
                 pins[block] = 1
+                parents[block] = parent
                 if keep:
                     self._keeps.add(block)
+            parent = block
 
     def drop(self, blocks: Sequence[BlockHash]) -> bool:
-        """Give up the blocks, all of them or, where one is in use or not here, none."""
+        """Give up the blocks, all of them or, where one is in use, not here or above others that
+        stay, none. Looks at every block that is here."""
         if any(block in self._pins or block not in self for block in blocks):
+            return False
+        named = set(blocks)
+        if any(above in named and block not in named for block, above in self._parents.items()):
             return False
         for block in blocks:
             order = self._kept if block in self._kept else self._surplus
-            del order[block]
+            del order[block], self._parents[block]
         return True

@@ -70,7 +70,9 @@ def figures(outcome: Outcome, gpus: int, deadlines_s: Sequence[float]) -> dict[s
     """The part of a ``Row`` that comes from the outcome. Raises ``ValueError`` when no request
     that counts was served."""
     if not outcome.ttft_s:
-        raise ValueError("no request was served that counts: fewer to warm up, or more requests")
+        refused = ", ".join(f"{count} refused: {code}" for code, count in outcome.refused.items())
+        why = f" ({refused})" if refused else ": fewer to warm up, or more requests"
+        raise ValueError(f"no request was served that counts{why}")
     ordered = sorted(outcome.ttft_s)
     total = sum(outcome.input_tokens)
     return {

@@ -39,6 +39,10 @@ def policy_config(
 ) -> PolicyConfig:
     """The live router's configuration for a simulated cluster. Copies are estimated by the
     hardware's bandwidth until they have been measured, and the controller is off unless set."""
+    for one in ("policy", "seed"):
+        if one in settings:
+            # The row would name another than the one that ran.
+            raise ValueError(f"{one} is not a setting of a policy: give it as --{one}")
     base = PolicyConfig(policy=name, seed=seed, queue_limit=_UNLIMITED, index_mib=2048.0)
     base = replace(
         base,
@@ -55,5 +59,5 @@ def policy_config(
     try:
         return apply(base, settings)
     except ValueError as exc:
-        known = ", ".join(names(base))
+        known = ", ".join(one for one in names(base) if one not in ("policy", "seed"))
         raise ValueError(f"policy {name}: {exc}. Its settings are {known}") from exc

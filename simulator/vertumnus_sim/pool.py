@@ -183,8 +183,9 @@ class Pool:
         self._network.send(left, links, lambda: self._handed_over(job, degree))
 
     def _handed_over(self, job: Job, degree: int) -> None:
-        if self._handing_over.pop(job.request.id, None) is None:
-            return  # its home has died
+        if self._handing_over.get(job.request.id) is not job:
+            return  # its home has died, and another attempt may be on its way
+        del self._handing_over[job.request.id]
         cache = self.caches[job.home]
         cache.unpin(job.request.blocks[: job.filled.pop(job.home)])
         cache.unreserve(job.spare.pop(job.home))
@@ -335,12 +336,16 @@ class Pool:
         def arrive() -> None:
             there.unpin(blocks)
             if to in self._dead or at in source._dead:
+                here.unpin(blocks[:held])
+                here.unreserve(missing)
                 self._tell(CopyEnded(order.transfer, TransferOutcome.FAILED, reason="a rank died"))
+                self._go_on(self._workers[to])
+                source._go_on(source._workers[at])
                 return
-            here.fill(blocks[held:], keep=False)
+            parent = blocks[held - 1] if held else None
+            here.fill(parent, blocks[held:], keep=False)
             here.unpin(blocks)
             if missing:
-                parent = blocks[held - 1] if held else None
                 self._tell(BlocksStored(order.destination.rank, parent, blocks[held:]))
             seconds = self._timeline.now - began_s
             transfer_s = seconds - self._hardware.copy_latency_s
@@ -368,7 +373,9 @@ class Pool:
         """Delete copies that are not used."""
         cache, blocks = self.caches[order.holder.rank.index], order.blocks[order.keep :]
         if not cache.drop(blocks):
-            ended = ReclaimEnded(order.transfer, TransferOutcome.REFUSED, reason="in use")
+            ended = ReclaimEnded(
+                order.transfer, TransferOutcome.REFUSED, reason="in use or not as it was"
+            )
             self._tell(ended)
             return
         self._tell(BlocksRemoved(order.holder.rank, blocks))

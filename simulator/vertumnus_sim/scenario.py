@@ -1,5 +1,6 @@
 """What is simulated: the ranks, what connects them, and how long things take."""
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -84,7 +85,7 @@ class Death:
             death = cls(float(seconds), int(node), int(rank))
         except ValueError:
             death = None
-        if death is None or death.at_s < 0 or death.node < 0 or death.rank < 0:
+        if death is None or not 0 <= death.at_s < math.inf or death.node < 0 or death.rank < 0:
             raise ValueError(f"{text!r} is not SECONDS:NODE/RANK, as in 120:0/3")
         return death
 

@@ -15,9 +15,10 @@ def apply(config: Config, settings: Mapping[str, str]) -> Config:
     Raises ``ValueError`` for a name that is not there or a value of another type; what the
     configuration itself raises for a value that cannot work passes through.
     """
-    for name, text in settings.items():
-        config = _replaced(config, name.split("."), text, name)
-    return config
+    for name in settings:
+        _check(config, name)
+    applied: Config = _replaced(config, settings, "")
+    return applied
 
 
 def names(config: object, prefix: str = "") -> list[str]:
@@ -32,15 +33,25 @@ def names(config: object, prefix: str = "") -> list[str]:
     return found
 
 
-def _replaced(config: Any, path: list[str], text: str, name: str) -> Any:
-    first, *rest = path
-    if not is_dataclass(config) or first not in {field.name for field in fields(config)}:
-        raise ValueError(f"no setting {name!r}")
-    at = getattr(config, first)
-    if rest:
-        return replace(config, **{first: _replaced(at, rest, text, name)})  # type: ignore[type-var]
-    kind = typing.get_type_hints(type(config))[first]
-    return replace(config, **{first: _parsed(kind, text, name)})  # type: ignore[type-var]
+def _check(config: object, name: str) -> None:
+    at: Any = config
+    for part in name.split("."):
+        if not is_dataclass(at) or part not in {field.name for field in fields(at)}:
+            raise ValueError(f"no setting {name!r}")
+        at = getattr(at, part)
+
+
+def _replaced(config: Any, settings: Mapping[str, str], prefix: str) -> Any:
+    """All at once in each part: values that go together may not go with those that were there."""
+    changes: dict[str, object] = {}
+    kinds = typing.get_type_hints(type(config))
+    for field in fields(config):
+        name = prefix + field.name
+        if name in settings:
+            changes[field.name] = _parsed(kinds[field.name], settings[name], name)
+        elif any(given.startswith(f"{name}.") for given in settings):
+            changes[field.name] = _replaced(getattr(config, field.name), settings, f"{name}.")
+    return replace(config, **changes) if changes else config
 
 
 def _parsed(kind: Any, text: str, name: str) -> object:

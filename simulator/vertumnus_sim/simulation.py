@@ -20,6 +20,7 @@ from vertumnus_router.core.events import (
     CopyEnded,
     DecodeJoined,
     Event,
+    MoveOutcome,
     RequestArrived,
     Tick,
 )
@@ -52,7 +53,8 @@ class Router(Protocol):
 @dataclass(slots=True)
 class Outcome:
     """What came of the requests that were counted, in the order of their first tokens, and of the
-    cluster. Times in seconds, ``gpu_s`` GPU-seconds of steps; ``refused`` by cause."""
+    cluster. Times in seconds, ``gpu_s`` GPU-seconds of steps; ``refused`` by the error
+    code that a client would get."""
 
     ttft_s: "array[float]" = field(default_factory=lambda: array("d"))
     input_tokens: "array[int]" = field(default_factory=lambda: array("q"))
@@ -193,10 +195,11 @@ class Simulation:
             case Reject(request_id=request_id):
                 del self._live[request_id]
                 self._left -= 1
-                reason = effect.message.split(":")[0]
-                self.outcome.refused[reason] = self.outcome.refused.get(reason, 0) + 1
+                refused = self.outcome.refused
+                refused[effect.code] = refused.get(effect.code, 0) + 1
             case PlanEnded():
-                self.outcome.moves += len(effect.ended)
+                committed = (one.outcome is MoveOutcome.COMMITTED for one in effect.ended)
+                self.outcome.moves += sum(committed)
             case Abort() | Verdict() | TransferRefused():
                 pass  # the end of an attempt follows by itself, the others are for operators
 

@@ -157,9 +157,9 @@ class Worker:
             new = blocks[filled:whole]
             if not new:
                 continue
-            cache.fill(new, keep=rank == job.home)
-            job.filled[rank], job.spare[rank] = whole, job.spare[rank] - len(new)
             parent = blocks[filled - 1] if filled else None
+            cache.fill(parent, new, keep=rank == job.home)
+            job.filled[rank], job.spare[rank] = whole, job.spare[rank] - len(new)
             self._tell(BlocksStored(self._names[rank], parent, new))
 
     def forget(self, job: Job, ranks: list[int]) -> None:
