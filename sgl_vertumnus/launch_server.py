@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vertumnus_router.core.config import POLICIES, ConfigError, PolicyConfig
+from vertumnus_router.core.policy import FluidPolicy
 from vertumnus_router.core.profile import ProfileError
 from vertumnus_router.io.config import DEFAULT_PORT, check_urls
 from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
@@ -38,6 +39,7 @@ from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config, prefix_f
 
 #: Where the search for free ports may begin: pools that start together begin apart.
 _PORT_SPREAD = 8000
+FLUID = FluidPolicy.name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,7 +77,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--composition",
         help="workers after start as COUNTxDEGREE, such as 2x1,1x2 "
         "(default: every rank a worker of the smallest degree), or auto: the most large workers "
-        "that bear the --history by the kappa of the --profile",
+        "that bear the --history by the kappa of the --profile; or fluid, of a pool that prefills "
+        "only: each request gets the degree that is best for it then, as --policy fluid",
     )
     pool.add_argument(
         "--history",
@@ -147,6 +150,11 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
     kv_events = free_range(options.host, 4 * size + 5, start=start)
     bootstrap_port = _bootstrap_port(passed, kv_events + 3 * size + 4)
     _check_decode(options, is_prefill=bootstrap_port is not None)
+    if options.policy == FLUID and bootstrap_port is None:
+        raise ConfigurationError(
+            "--composition fluid needs --disaggregation-mode prefill: in a pool that decodes as "
+            "well, a merge would interrupt every stream. Choose a composition, or --policy late"
+        )
     return PoolConfig(
         pool_id=options.pool_id or new_pool_id(),
         size=size,
@@ -168,6 +176,8 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
 
 
 def _composition(options: argparse.Namespace, degrees: tuple[int, ...]) -> str | None:
+    if options.composition == FLUID:
+        options.policy, options.composition = FLUID, None
     if options.composition != AUTO:
         if options.history is not None:
             raise ConfigurationError("--history is for --composition auto")
@@ -303,6 +313,7 @@ def _check_policy(options: argparse.Namespace) -> None:
     """The router would refuse it, after the pool has started."""
     try:
         PolicyConfig(
+            policy=options.policy,
             index_mib=options.index_mib,
             controller=controller_config(options),
             prefix=prefix_config(options),

@@ -424,3 +424,25 @@ def test_an_automatic_composition_needs_a_history_and_kappa(
     code, text = exit_of(capsys, *flags[:-1], str(tmp_path / "nowhere"))
     assert code == 2
     assert started.calls == []
+
+
+def test_a_fluid_composition_is_a_policy_of_the_router(started: Started) -> None:
+    assert launch_server.main([*BASE, *PREFILL, "--composition", "fluid"]) in (0, None)
+    config, _, router_flags = started.calls[0]
+    assert config.composition == "4x1"
+    assert router_flags[router_flags.index("--policy") + 1] == "fluid"
+
+
+@pytest.mark.parametrize("flags", [["--composition", "fluid"], ["--policy", "fluid"]])
+def test_a_pool_that_decodes_cannot_be_fluid(
+    capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    code, said = exit_of(capsys, *BASE, "--device", "cpu", *flags)
+    assert code == 2
+    assert "needs --disaggregation-mode prefill" in said
+
+
+def test_two_do_not_move_one_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = exit_of(capsys, *BASE, *PREFILL, "--composition", "fluid", "--controller", "on")
+    assert code == 2
+    assert "moves the pools itself" in said

@@ -40,7 +40,8 @@ class LateConfig:
 @dataclass(frozen=True, slots=True)
 class FluidConfig:
     """Fluid composition, which also has all settings of late binding. A move of one step keeps
-    its ranks for ``step_s``; a pool whose last move went wrong is not moved for ``rest_s``."""
+    its ranks for ``step_s``; a pool whose last move went wrong is not moved for ``rest_s``, for
+    twice as long if that was the second in a row, and so on."""
 
     step_s: float = 0.02
     rest_s: float = 1.0

@@ -20,6 +20,10 @@ from vertumnus_router.core.workers import Candidates
 from vertumnus_router.lattice import Block
 
 _Composition = tuple[Block, ...]
+#: Behind everything that could come, and still a number.
+_NEVER_S = 1e6
+#: A pool that refuses every move is asked ever less often.
+_MOST_DOUBLINGS = 10
 
 
 class Shape:
@@ -44,15 +48,16 @@ class Shape:
 class BlockLanes(Lanes):
     """Lanes that share ranks.
 
-    ``free_s`` by slot is when the rank is free. ``delay_s`` of a lane lies between that and its
-    begin: ``step_s`` for each move that leads to it, and for what the pool is in the middle of.
+    ``free_s`` by slot is when the rank is free. Before a lane can begin it waits ``wait_s`` until
+    its pool can be moved, then the moves that lead to it take ``switch_s``, ``step_s`` each.
     ``open`` and ``formable`` are ``serves`` and ``forms`` by lane.
     """
 
     shape: Shape
     step_s: float
     free_s: dict[int, float]
-    delay_s: list[float]
+    wait_s: list[float]
+    switch_s: list[float]
     idle_s: list[float]
     open: list[bool]
     formable: list[bool]
@@ -76,10 +81,10 @@ class BlockLanes(Lanes):
         end_s = self.queue_s[at]
         for slot in self.shape.slots[at]:
             self.free_s[slot] = end_s
-        self.delay_s[at] = self.idle_s[at] = 0.0  # borne by the first
+        self.wait_s[at] = self.switch_s[at] = self.idle_s[at] = 0.0  # borne by the first
         for rival in self.shape.rivals[at]:
             if self.open[rival]:
-                self.delay_s[rival] = self.step_s
+                self.switch_s[rival] = self.step_s
             # Its ranks are promised: whoever went there first would keep this one waiting.
             self.open[rival] = self.formable[rival] = False
             self.settle(rival)
@@ -87,10 +92,10 @@ class BlockLanes(Lanes):
     def settle(self, at: int) -> None:
         """Let begin and idle time of a lane follow from when its ranks are free."""
         free_s = [self.free_s[slot] for slot in self.shape.slots[at]]
-        begin_s, delay_s = max(free_s), self.delay_s[at]
-        self.queue_s[at] = begin_s + delay_s
+        begin_s, switch_s = max(free_s), self.switch_s[at]
+        self.queue_s[at] = begin_s + self.wait_s[at] + switch_s
         # The way there, and somebody's way back.
-        self.idle_s[at] = len(free_s) * (begin_s + 2 * delay_s) - sum(free_s)
+        self.idle_s[at] = len(free_s) * (begin_s + 2 * switch_s) - sum(free_s)
 
 
 class FluidLanes:
@@ -122,6 +127,7 @@ class FluidLanes:
             dict.fromkeys(candidates.at_slot, 0.0),
             [0.0] * count,
             [0.0] * count,
+            [0.0] * count,
             [False] * count,
             [False] * count,
         )
@@ -143,7 +149,8 @@ class FluidLanes:
         return self._regroups.request(order, now)
 
     def _lay_out(self, lanes: BlockLanes, pool: PoolJoined, now: float) -> None:
-        """While the pool moves, what it moves to is there after a step, all else later."""
+        """While the pool moves, what it moves to is there after a step, all else later. A pool that
+        decodes as well is left as it is: a merge would interrupt all its streams."""
         mine = lanes.shape.by_pool.get(pool.pool)
         if mine is None:
             return
@@ -159,19 +166,30 @@ class FluidLanes:
                 lanes.free_s[slot] = lanes.queue_s[at]
         destination = self._regroups.destination(pool.pool)
         current = None if destination is not None else self._regroups.composition(pool)
-        rests = now < self._regroups.failed_s(pool.pool) + self._config.rest_s
+        rest_s = self._rest_s(pool.pool, now)
         step_s = self._config.step_s
         for at in mine:
             if lanes.open[at]:
                 continue
             block = lanes.candidates.each[at].block
-            if current is not None:
-                lanes.delay_s[at] = self._way(current, block, pool)[1] * step_s
-                lanes.formable[at] = not rests and busy.isdisjoint(lanes.shape.rivals[at])
+            if destination is not None:
+                lanes.wait_s[at] = step_s
+                lanes.switch_s[at] = 0.0 if block in destination else step_s
+            elif current is None or not pool.prefill_only:
+                lanes.wait_s[at] = _NEVER_S
             else:
-                on_the_way = destination is not None and block in destination
-                lanes.delay_s[at] = step_s if on_the_way else 2 * step_s
+                lanes.wait_s[at] = rest_s
+                lanes.switch_s[at] = self._way(current, block, pool)[1] * step_s
+                lanes.formable[at] = not rest_s and busy.isdisjoint(lanes.shape.rivals[at])
             lanes.settle(at)
+
+    def _rest_s(self, pool: PoolId, now: float) -> float:
+        """How long the pool is not to be moved, after plans that stopped short."""
+        count, last_s = self._regroups.failures(pool)
+        if not count:
+            return 0.0
+        rest_s = self._config.rest_s * 2 ** min(count - 1, _MOST_DOUBLINGS)
+        return max(0.0, last_s + rest_s - now)
 
     def _way(
         self, current: _Composition, block: Block, pool: PoolJoined

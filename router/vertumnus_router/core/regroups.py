@@ -82,7 +82,7 @@ class Regroups:
         #: have failed
         self._committed: dict[PoolId, tuple[int, tuple[Block, ...]]] = {}
         self._failed: dict[PoolId, frozenset[Block]] = {}
-        self._stopped_s: dict[PoolId, float] = {}
+        self._failures: dict[PoolId, tuple[int, float]] = {}
 
     # -- being told -------------------------------------------------------------------------------
 
@@ -114,9 +114,9 @@ class Regroups:
         running = self._running.get(pool)
         return None if running is None else running.moves[-1].move.after
 
-    def failed_s(self, pool: PoolId) -> float:
-        """When a plan of the pool last stopped short; minus infinity if none has."""
-        return self._stopped_s.get(pool, float("-inf"))
+    def failures(self, pool: PoolId) -> tuple[int, float]:
+        """How many plans of the pool have stopped short in a row, and when the last one did."""
+        return self._failures.get(pool, (0, 0.0))
 
     def plan(self, pool: PoolId, target: tuple[Block, ...], now: float) -> tuple[PricedMove, ...]:
         """The moves that lead from what the pool is to ``target``, with what each would cost at
@@ -241,7 +241,7 @@ class Regroups:
         try:
             epoch, moves = self._plan(event.pool, event.blocks, now)
         except RegroupRefused as exc:
-            self._stopped_s[event.pool] = now
+            self._note(event.pool, str(exc), now)
             return [PlanEnded(event.plan, event.pool, reason=str(exc))]
         if not moves:
             return [PlanEnded(event.plan, event.pool)]
@@ -285,7 +285,7 @@ class Regroups:
         self._failed.pop(pool, None)
         running = self._running.get(pool)
         effects: list[Effect] = [] if running is None else [self._stop(running, cause, now)]
-        self._stopped_s.pop(pool, None)
+        self._failures.pop(pool, None)
         return effects
 
     def _settled(self, running: _Running, by_s: float, now: float) -> list[Effect]:
@@ -318,6 +318,12 @@ class Regroups:
 
     def _stop(self, running: _Running, reason: str | None, now: float) -> PlanEnded:
         del self._running[running.pool]
-        if reason is not None:
-            self._stopped_s[running.pool] = now
+        self._note(running.pool, reason, now)
         return PlanEnded(running.plan, running.pool, running.moves, tuple(running.ended), reason)
+
+    def _note(self, pool: PoolId, reason: str | None, now: float) -> None:
+        """A plan is over, and ``reason`` says why it stopped short."""
+        if reason is None:
+            self._failures.pop(pool, None)
+        else:
+            self._failures[pool] = self.failures(pool)[0] + 1, now

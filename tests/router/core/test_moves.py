@@ -4,7 +4,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vertumnus_router.core.moves import Move, adjacent, plan
+from vertumnus_router.core.moves import Move, adjacent, plan, surround
 from vertumnus_router.lattice import Block, format_composition, parse_composition
 
 LADDER = (1, 2, 4, 8)
@@ -144,3 +144,27 @@ def test_every_way_is_adjacent_and_the_shortest(
         at = move.after
     assert at == end
     assert len(moves) == distance(start, end, ladder)
+
+
+@pytest.mark.parametrize(
+    ("current", "block", "expected"),
+    [
+        ("4x1", Block(0, 1), "4x1"),
+        ("4x1", Block(2, 2), "2x1,1x2"),
+        ("4x1", Block(0, 4), "1x4"),
+        ("1x4", Block(3, 1), "1x2,2x1"),
+        ("1x4", Block(0, 2), "2x2"),
+        ("2x1,1x2", Block(0, 4), "1x4"),
+        ("1x2,2x1", Block(2, 2), "2x2"),
+    ],
+)
+def test_the_nearest_composition_with_a_block(current: str, block: Block, expected: str) -> None:
+    blocks = parse_composition(current, 4, (1, 2, 4))
+    found = surround(blocks, block, (1, 2, 4))
+    assert format_composition(found) == expected
+    assert sorted(rank for one in found for rank in one.ranks) == [0, 1, 2, 3]
+
+
+def test_a_block_off_the_ladder_cannot_be_had() -> None:
+    with pytest.raises(ValueError, match="cannot be split"):
+        surround((Block(0, 4),), Block(0, 1), (2, 4))
