@@ -12,7 +12,7 @@ from vertumnus_bench.study.summary import Series, Summary
 
 _DRAWN = (Role.BASELINE, Role.PAPER, Role.OURS, Role.BOUND)
 _OURS = {"fluid": "#084594", "late": "#4292c6", "paper": "#d94801", "oracle": "#238b45"}
-_OTHERS = ("#969696", "#737373", "#525252", "#bdbdbd", "#c994c7", "#df65b0", "#ce9c5a")
+_OTHERS = ("#cccccc", "#8c8c8c", "#404040", "#8c6bb1", "#41ae76", "#df65b0", "#ce9c5a")
 
 
 def plot_study(of: Summary, folder: Path) -> list[Path]:
@@ -164,7 +164,6 @@ def _sensitivity(pyplot: Any, of: Summary, kind: str) -> Any:
         len(assumptions),
         figsize=(3.2 * len(assumptions), 3.4),
         squeeze=False,
-        sharey=True,
         layout="constrained",
     )
     for axes, assumption in zip(row[0], assumptions, strict=True):

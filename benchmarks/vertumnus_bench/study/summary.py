@@ -15,9 +15,10 @@ NOTE = (
     "the prefill times of a profile. Nothing was measured on this cluster."
 )
 ORACLE_NOTE = (
-    "oracle: policy fluid where copies, switches and the hand-over to decode take no time and every "
-    "rank has room for the KV of the whole cluster. It bounds what a better cache and cheaper moves could give, by "
-    "construction; it does not prove that no other order or placement does better."
+    "oracle: policy fluid where copies, switches and the hand-over to decode take no time and "
+    "every rank has room for the KV of the whole cluster. It bounds what a better cache and "
+    "cheaper moves could give, by construction; it does not prove that no other order or "
+    "placement does better."
 )
 
 
