@@ -29,7 +29,9 @@ class ActiveBlocks:
         if counted is None:
             return
         worker, blocks = counted
-        active = self._blocks[worker]
+        active = self._blocks.get(worker)
+        if active is None:
+            return  # it has no whole block, and the others of the worker have ended
         active.subtract(blocks)
         for block in blocks:
             if not active[block]:

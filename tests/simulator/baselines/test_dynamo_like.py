@@ -122,3 +122,12 @@ def test_shared_blocks_are_active_once() -> None:
     assert active.with_request(worker, chain(1, 10)) == 9 + 4
     active.free(RequestId("b"))
     assert (active.with_request(worker, ()), len(active)) == (0, 0)
+
+
+def test_a_prompt_without_a_whole_block_may_end_last() -> None:
+    active, worker = ActiveBlocks(), WorkerId("w")
+    active.add(RequestId("short"), worker, ())
+    active.add(RequestId("long"), worker, chain(1, 2))
+    active.free(RequestId("long"))
+    active.free(RequestId("short"))
+    assert len(active) == active.with_request(worker, ()) == 0

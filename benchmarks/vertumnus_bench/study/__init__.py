@@ -1,0 +1,1 @@
+"""The simulation study: every policy on every workload and load, tuned, compared, drawn."""
