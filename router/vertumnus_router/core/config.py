@@ -39,14 +39,18 @@ class LateConfig:
 
 @dataclass(frozen=True, slots=True)
 class FluidConfig:
-    """Fluid composition, which also has all settings of late binding. A move of one step keeps
-    its ranks for ``step_s``; a pool whose last move went wrong is not moved for ``rest_s``, for
+    """Fluid composition. ``lam`` and ``ageing`` take the place of those of late binding, whose
+    other settings hold. A move of one step keeps its ranks for ``step_s``; a pool whose last move went wrong is not moved for ``rest_s``, for
     twice as long if that was the second in a row, and so on."""
 
+    lam: float = 0.7
+    ageing: float = 0.05
     step_s: float = 0.02
     rest_s: float = 1.0
 
     def __post_init__(self) -> None:
+        _at_least("fluid.lam", self.lam, 0)
+        _at_least("fluid.ageing", self.ageing, 0)
         _at_least("fluid.step_s", self.step_s, 0)
         _at_least("fluid.rest_s", self.rest_s, 0)
 

@@ -6,6 +6,7 @@ Everything else (the queue, eligibility, picking, reservations) is common to all
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from vertumnus_router.core.config import LateConfig, PolicyConfig
@@ -139,6 +140,11 @@ class FluidPolicy(LatePolicy):
     """
 
     name = "fluid"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        late = replace(config.late, ageing=config.fluid.ageing)
+        # Any request may take many ranks at any moment, so their time has to cost more.
+        super().__init__(replace(config, lam=config.fluid.lam, late=late))
 
 
 def make_policy(config: PolicyConfig) -> Policy:

@@ -10,8 +10,6 @@ from vertumnus_sim.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 _BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS
 #: Requests per second when nobody asks for another rate.
 RATE_PER_S = 1.0
-#: The questions about a document come this far apart on average.
-_BETWEEN_QUESTIONS_S = 20.0
 #: A fit to the paper's mean input.
 _CHARACTERS_PER_TOKEN = 4.8
 
@@ -56,8 +54,8 @@ _TASKS = {
 
 
 def l_eval_like(seed: int) -> list[TraceRequest]:
-    """Documents in random order; the questions about one follow each other, among those about
-    others."""
+    """Independent questions in random order. Nothing is known of the paper's; were those about
+    one document close together, a higher rate would make them come all at once."""
     source = Random(f"l-eval {seed}")
     found: list[TraceRequest] = []
     fresh = 0
@@ -69,7 +67,6 @@ def l_eval_like(seed: int) -> list[TraceRequest]:
             whole = document_tokens // _BLOCK_TOKENS
             document = tuple(range(fresh, fresh + whole))
             fresh += whole
-            at_s = source.uniform(0, span_s)
             # As evenly as it goes.
             questions = (task.questions * (number + 1)) // task.documents - (
                 task.questions * number
@@ -79,8 +76,8 @@ def l_eval_like(seed: int) -> list[TraceRequest]:
                 own = -(-tokens // _BLOCK_TOKENS) - whole
                 blocks = (*document, *range(fresh, fresh + own))
                 fresh += own
+                at_s = source.uniform(0, span_s)
                 found.append(TraceRequest(at_s, tokens, next(answers), blocks, _BLOCK_TOKENS))
-                at_s += source.expovariate(1 / _BETWEEN_QUESTIONS_S)
     return sorted(found, key=lambda request: request.arrival_s)
 
 

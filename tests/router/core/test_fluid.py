@@ -31,7 +31,7 @@ class Pool(Scene):
     def __init__(
         self, profile: Profile = IDEAL, *, prefill_only: bool = True, **config: object
     ) -> None:
-        fluid = FluidConfig(step_s=STEP_S, rest_s=1.0)
+        fluid = FluidConfig(lam=0.3, step_s=STEP_S, rest_s=1.0)
         super().__init__(None, profile, policy="fluid", fluid=fluid, **config)
         self.feed(DecodeJoined(DecodeId("d"), "1", 100))
         self.launch("4x1", prefill_only=prefill_only)
@@ -197,7 +197,7 @@ def test_only_one_hand_moves_the_pools() -> None:
         PolicyConfig(policy="fluid", controller=ControllerConfig(mode="on"))
 
 
-@pytest.mark.parametrize("name", ["step_s", "rest_s"])
+@pytest.mark.parametrize("name", ["step_s", "rest_s", "lam", "ageing"])
 def test_times_are_not_negative(name: str) -> None:
     with pytest.raises(ConfigError, match=f"fluid.{name}"):
         FluidConfig(**{name: -1.0})
