@@ -105,7 +105,7 @@ CONTENDERS = (
     Contender(LATE, Role.OURS, "late", (LATE_MIX,), PULL),
     Contender(FLUID, Role.OURS, "fluid", ("40x1",), PULL),
     # Urgency is GPU-seconds + ageing · arrival: with this much of it arrival alone counts.
-    Contender(FCFS, Role.CONTROL, "fluid", ("40x1",), {**PULL, "late.ageing": "1e6"}),
+    Contender(FCFS, Role.CONTROL, "fluid", ("40x1",), {**PULL, "fluid.ageing": "1e6"}),
     Contender(ORACLE, Role.BOUND, "fluid", ("40x1",), {**PULL, **_FREE}),
 )
 #: From the paper's policy to ours, one part after the other; each is a contender.

@@ -30,10 +30,10 @@ class Load:
 
 
 LOADS = (
-    Load("conversation", (20, 26, 32)),
-    Load("tool-agent", (45, 52)),
+    Load("conversation", (20, 26)),
+    Load("tool-agent", (45, 60)),
     Load("production", (26, 32)),
-    Load("l-eval", (24, 30)),
+    Load("l-eval", (32, 64)),
     Load("synthetic", (20, 26)),
     Load(VARYING, (None,)),
 )
