@@ -40,8 +40,10 @@ class LateConfig:
 @dataclass(frozen=True, slots=True)
 class FluidConfig:
     """Fluid composition. ``lam`` and ``ageing`` take the place of those of late binding, whose
-    other settings hold. A move of one step keeps its ranks for ``step_s``; a pool whose last move went wrong is not moved for ``rest_s``, for
-    twice as long if that was the second in a row, and so on."""
+    other settings hold. A move of one step keeps its ranks for ``step_s``; a pool whose last move
+    went wrong is not moved for ``rest_s``, for twice as long if that was the second in a row, and
+    so on.
+    """
 
     lam: float = 0.7
     ageing: float = 0.05

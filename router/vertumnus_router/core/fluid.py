@@ -188,7 +188,7 @@ class FluidLanes:
         count, last_s = self._regroups.failures(pool)
         if not count:
             return 0.0
-        rest_s = self._config.rest_s * 2 ** min(count - 1, _MOST_DOUBLINGS)
+        rest_s = self._config.rest_s * 2.0 ** min(count - 1, _MOST_DOUBLINGS)
         return max(0.0, last_s + rest_s - now)
 
     def _way(
