@@ -46,7 +46,9 @@ def _run(options: argparse.Namespace) -> Row:
     given = dict(options.set or [])
     if options.pull:
         given["prefix.pull"] = "true"
-    parts = {name: value for name, value in given.items() if name in known}
+    parts = {n: value for n, value in given.items() if n.startswith(("hardware.", "delays."))}
+    if strangers := sorted(parts.keys() - known):
+        raise ValueError(f"no setting {strangers[0]!r}; there are {', '.join(sorted(known))}")
     hardware = settings.apply(Hardware(), _below(parts, "hardware."))
     delays = settings.apply(Delays(), _below(parts, "delays."))
     degrees = tuple(sorted(options.degrees))
@@ -68,7 +70,7 @@ def _run(options: argparse.Namespace) -> Row:
         cluster=cluster,
         profile=options.profile,
         seed=options.seed,
-        settings={name: value for name, value in given.items() if name not in known},
+        settings={name: value for name, value in given.items() if name not in parts},
         deadlines_s=tuple(options.slo),
         warm_up=options.warm_up,
     )
@@ -134,7 +136,13 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--node-gpus", type=positive_int, default=8)
     where.add_argument("--degrees", type=_degrees, default=(1, 2, 4), metavar="1,2,4")
     where.add_argument("--composition", help="of the cluster, as 16x1,12x2; else the least degree")
-    where.add_argument("--kill", type=_death, action="append", metavar="SECONDS:NODE/RANK")
+    where.add_argument(
+        "--kill",
+        type=_death,
+        action="append",
+        metavar="SECONDS:NODE/RANK",
+        help="a rank dies, so long after the start of the run; the first request comes at 1 s",
+    )
 
     policy = parser.add_argument_group("the router")
     policy.add_argument("--policy", choices=POLICIES, default="late")
