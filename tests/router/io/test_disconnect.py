@@ -81,7 +81,9 @@ def test_while_queued_at_the_router() -> None:
             await until(it.settled, "settled", limit_s=2)
             await until(lambda: not pool.running, "not running", limit_s=2)
             assert len(pool.seen) <= 8
-            assert {seen.rid for seen in pool.seen} <= set(pool.aborted)
+            await until(
+                lambda: {seen.rid for seen in pool.seen} <= set(pool.aborted), "all aborted"
+            )
 
     run(scenario())
 

@@ -41,6 +41,10 @@ async def with_a_prefix(it: Running, pool: FakePool) -> None:
     await until(lambda: it.router.core.index_nodes >= 3, "the index")
 
 
+def held(it: Running) -> list[int]:
+    return [worker.cached_blocks for worker in it.router.core.workers(it.router.clock.now())]
+
+
 @pytest.mark.parametrize("tip", [TIP, str(TIP)], ids=["integer", "string"])
 def test_a_prefix_is_copied_and_deleted_as_an_operator_orders(tip: int | str) -> None:
     async def scenario() -> None:
@@ -60,6 +64,8 @@ def test_a_prefix_is_copied_and_deleted_as_an_operator_orders(tip: int | str) ->
             index = (await prefixes(it))["index"]
             assert index["blocks"] >= 3 and index["bytes"] > 0
 
+            # The router learns of the copy from the rank's own events, which may come later.
+            await until(lambda: held(it) == [3, 3], "both hold it")
             status, refused = await post(it, "/vertumnus/replicate", json=order)
             assert status == 409
             assert refused["error"]["code"] == "not_replicated"
