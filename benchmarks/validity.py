@@ -20,6 +20,7 @@ from sgl_vertumnus.demo.random_model import RandomModelSpec, write_random_model
 
 #: About 2000 tokens a second on one thread.
 MODEL = RandomModelSpec(hidden=512, layers=6)
+_PLAN = TrialPlan()
 
 
 def main() -> None:
@@ -28,9 +29,9 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="only the last line")
     parser.add_argument("--out", type=Path, help="write it there, too")
-    parser.add_argument("--requests", type=int, default=TrialPlan.requests)
-    parser.add_argument("--utilisation", type=float, default=TrialPlan.utilisation)
-    parser.add_argument("--seed", type=int, default=TrialPlan.seed)
+    parser.add_argument("--requests", type=int, default=_PLAN.requests)
+    parser.add_argument("--utilisation", type=float, default=_PLAN.utilisation)
+    parser.add_argument("--seed", type=int, default=_PLAN.seed)
     options = parser.parse_args()
     plan = TrialPlan(options.requests, options.utilisation, options.seed)
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,13 @@ from pathlib import Path
 
 from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
-from vertumnus_router.core.config import POLICIES, ConfigError, LateConfig, PolicyConfig
+from vertumnus_router.core.config import (
+    POLICIES,
+    ConfigError,
+    FluidConfig,
+    LateConfig,
+    PolicyConfig,
+)
 from vertumnus_router.core.profile import ProfileError
 from vertumnus_router.io.config import DEFAULT_PORT, Limits, RouterConfig
 from vertumnus_router.profiles import DEFAULT, shipped
@@ -59,6 +65,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
             expected_manifest=options.expected_manifest,
             index_mib=options.index_mib,
             late=LateConfig(in_flight=options.in_flight),
+            fluid=FluidConfig(lam=options.fluid_lam),
             controller=controller_config(options),
             prefix=prefix_config(options),
         ),
@@ -111,7 +118,18 @@ def _parser() -> argparse.ArgumentParser:
     add = policy.add_argument
     add("--policy", choices=POLICIES, default=_POLICY.policy, help=f"({_POLICY.policy})")
     add("--beta", type=float, default=_POLICY.beta, help=f"weight β ({_POLICY.beta})")
-    add("--lam", type=float, default=_POLICY.lam, help=f"weight λ ({_POLICY.lam})")
+    add(
+        "--lam",
+        type=float,
+        default=_POLICY.lam,
+        help=f"weight λ of the policies paper and late ({_POLICY.lam})",
+    )
+    add(
+        "--fluid-lam",
+        type=float,
+        default=_POLICY.fluid.lam,
+        help=f"weight λ of the policy fluid ({_POLICY.fluid.lam})",
+    )
     add(
         "--profile",
         default=DEFAULT,
@@ -139,8 +157,8 @@ def _parser() -> argparse.ArgumentParser:
         "--in-flight",
         action=argparse.BooleanOptionalAction,
         default=_POLICY.late.in_flight,
-        help="with --policy late, count blocks that are being computed or copied as soon to be "
-        f"there ({'on' if _POLICY.late.in_flight else 'off'})",
+        help="with --policy late or fluid, count blocks that are being computed or copied as "
+        f"soon to be there ({'on' if _POLICY.late.in_flight else 'off'})",
     )
     add("--seed", type=int, default=_POLICY.seed, help="decides between equal workers")
     add(

@@ -111,7 +111,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     router.add_argument("--no-router", action="store_true", help="start the pool alone")
     router.add_argument(
-        "--policy", choices=POLICIES, default="paper", help="placement policy (paper)"
+        "--policy",
+        choices=POLICIES,
+        help="placement policy (paper; with --composition fluid, fluid)",
     )
     router.add_argument(
         "--profile",
@@ -150,10 +152,10 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
     kv_events = free_range(options.host, 4 * size + 5, start=start)
     bootstrap_port = _bootstrap_port(passed, kv_events + 3 * size + 4)
     _check_decode(options, is_prefill=bootstrap_port is not None)
-    if options.policy == FLUID and bootstrap_port is None:
+    if options.policy == FLUID and bootstrap_port is None and not options.no_router:
         raise ConfigurationError(
-            "--composition fluid needs --disaggregation-mode prefill: in a pool that decodes as "
-            "well, a merge would interrupt every stream. Choose a composition, or --policy late"
+            "policy fluid needs --disaggregation-mode prefill: in a pool that decodes as well, a "
+            "merge would interrupt every stream. Choose a composition, and --policy late"
         )
     return PoolConfig(
         pool_id=options.pool_id or new_pool_id(),
@@ -177,6 +179,15 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
 
 def _composition(options: argparse.Namespace, degrees: tuple[int, ...]) -> str | None:
     if options.composition == FLUID:
+        if options.no_router:
+            raise ConfigurationError(
+                "--composition fluid needs the router: start that with --policy fluid, and this "
+                "pool with a composition"
+            )
+        if options.policy not in (None, FLUID):
+            raise ConfigurationError(
+                f"--composition fluid is --policy fluid, not {options.policy}: choose one of them"
+            )
         options.policy, options.composition = FLUID, None
     if options.composition != AUTO:
         if options.history is not None:
@@ -274,7 +285,7 @@ def _router_flags(options: argparse.Namespace) -> list[str] | None:
     if options.no_router:
         return None
     flags = ["--host", options.host, "--port", str(options.router_port)]
-    flags += ["--policy", options.policy, "--profile", options.profile]
+    flags += ["--policy", options.policy or PolicyConfig().policy, "--profile", options.profile]
     if options.queue_timeout_s is not None:
         flags += ["--queue-timeout-s", str(options.queue_timeout_s)]
     flags += [flag for url in options.decode for flag in ("--decode", url)]
@@ -313,7 +324,7 @@ def _check_policy(options: argparse.Namespace) -> None:
     """The router would refuse it, after the pool has started."""
     try:
         PolicyConfig(
-            policy=options.policy,
+            policy=options.policy or PolicyConfig().policy,
             index_mib=options.index_mib,
             controller=controller_config(options),
             prefix=prefix_config(options),

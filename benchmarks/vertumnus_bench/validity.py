@@ -14,8 +14,8 @@ from vertumnus_router.core.model import PrefillModel
 from vertumnus_router.core.profile import Profile
 from vertumnus_router.profiles import load_profile
 from vertumnus_sim.metrics import percentile
+from vertumnus_sim.run import Run, simulate
 from vertumnus_sim.scenario import Cluster, Delays, Hardware, lay_out
-from vertumnus_sim.study import Run, simulate
 from vertumnus_sim.workloads.arrivals import at_rate
 from vertumnus_sim.workloads.conversation import conversation_like
 from vertumnus_sim.workloads.statistics import reused_tokens

@@ -15,8 +15,8 @@ from vertumnus_router.profiles import load_profile, shipped
 from vertumnus_sim import settings
 from vertumnus_sim.metrics import DEADLINES_S, Row
 from vertumnus_sim.policies import NAMES as POLICIES
+from vertumnus_sim.run import WARM_UP, Run, simulate
 from vertumnus_sim.scenario import Cluster, Death, Delays, Hardware, lay_out
-from vertumnus_sim.study import WARM_UP, Run, simulate
 from vertumnus_sim.workloads import traces
 from vertumnus_sim.workloads.arguments import positive, positive_int
 from vertumnus_sim.workloads.arrivals import spread_ticks
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         row = _run(options)
-    except (ValueError, OSError) as exc:
+    except (ValueError, OSError, RuntimeError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1
     print(msgspec.json.encode(row).decode() if options.json else _text(row))

@@ -39,6 +39,10 @@ from vertumnus_sim.workloads.traces import TraceRequest
 Log = Callable[[Event, float, list[Effect]], None]
 
 
+#: No timer of a router is longer.
+STUCK_S = 600.0
+
+
 class Router(Protocol):
     """What decides: ``ControlPlane``, or a baseline."""
 
@@ -117,6 +121,7 @@ class Simulation:
         self._live: dict[RequestId, tuple[int, Request, float]] = {}
         self._waiting: dict[TransferId, list[Dispatch]] = {}
         self._left = len(requests)
+        self._alive_s = 0.0
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -169,6 +174,10 @@ class Simulation:
     def _tick(self) -> None:
         if not self._left:
             return
+        if len(self._timeline):
+            self._alive_s = self._timeline.now
+        elif self._timeline.now - self._alive_s > STUCK_S:
+            return  # nothing will ever come of it but ticks
         self._tell(Tick())
         delays = self._delays
         delay_s = delays.scan_tick_s if self._router.scanning else delays.tick_s

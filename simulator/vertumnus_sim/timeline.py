@@ -14,6 +14,10 @@ class Timeline:
         self._planned: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
+    def __len__(self) -> int:
+        """How many acts are planned."""
+        return len(self._planned)
+
     def at(self, when_s: float, act: Callable[..., None], *arguments: Any) -> None:
         """Plan an act. Raises ``ValueError`` for a time that has passed."""
         if when_s < self.now:

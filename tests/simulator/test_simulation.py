@@ -17,9 +17,9 @@ from vertumnus_router.core.profile import Coefficients
 from vertumnus_router.lattice import Block
 from vertumnus_sim.metrics import Row
 from vertumnus_sim.policies import policy_config
+from vertumnus_sim.run import Run, simulate
 from vertumnus_sim.scenario import Cluster, Death, Delays
 from vertumnus_sim.simulation import Simulation
-from vertumnus_sim.study import Run, simulate
 from vertumnus_sim.workloads.arrivals import poisson
 from vertumnus_sim.workloads.traces import TraceRequest
 
@@ -158,11 +158,20 @@ class _Deaf:
         return []
 
 
-def test_a_router_that_forgets_a_request_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_forgets_a_request_is_found_out() -> None:
     simulation = Simulation(cluster(), PROFILE, _Deaf(), strangers([0.0], 500), 0)  # type: ignore[arg-type]
-    monkeypatch.setattr(simulation, "_tick", lambda: None)
     with pytest.raises(RuntimeError, match="1 requests were never answered: 0"):
         simulation.run()
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "late", "fluid"])
+def test_when_all_ranks_are_dead_requests_end(policy: str) -> None:
+    where = cluster(
+        "8x1", gpus=8, deaths=[Death(2.0, n, rank) for n in range(2) for rank in range(4)]
+    )
+    played = play(strangers([0.5 * n for n in range(20)], 500), where, policy=policy)
+    assert played.outcome.refused
+    assert len(played.outcome.ttft_s) + sum(played.outcome.refused.values()) == 20
 
 
 # -- one rank as a queue -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ MIXES = (
     "10x2,5x4",
     "10x4",
 )
-#: Rules that do not know degrees lose nothing by this: to them all workers are alike.
+#: For rules that do not know degrees.
 HOMOGENEOUS = ("40x1", "20x2", "10x4")
 MIXED = tuple(mix for mix in MIXES if mix not in HOMOGENEOUS)
 #: Of late binding, which has one setting for all workloads.

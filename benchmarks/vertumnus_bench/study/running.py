@@ -8,8 +8,8 @@ from vertumnus_router.core.events import Event, RequestArrived, RequestFinished
 from vertumnus_router.core.profile import Profile
 from vertumnus_router.profiles import load_profile
 from vertumnus_sim import settings
+from vertumnus_sim.run import Run, simulate
 from vertumnus_sim.scenario import Cluster, Delays, Hardware, lay_out
-from vertumnus_sim.study import Run, simulate
 from vertumnus_sim.workloads.arrivals import at_rate
 from vertumnus_sim.workloads.traces import TraceRequest
 

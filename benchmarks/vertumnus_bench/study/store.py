@@ -7,6 +7,7 @@ import msgspec
 import vertumnus_router
 import vertumnus_sim
 
+import vertumnus_bench.study
 from vertumnus_bench.study.point import Point, Result, Setup
 
 
@@ -49,12 +50,12 @@ class Store:
 
 
 def code_digest(*inputs: str) -> str:
-    """Of the code that decides what a simulation gives, the router's and the simulator's, and of
-    ``inputs``: what it reads besides. Equal for equal files and inputs."""
+    """Of the code that decides what a simulation gives, the router's, the simulator's and the
+    study's own, and of ``inputs``: what it reads besides. Equal for equal files and inputs."""
     found = hashlib.sha256()
     for text in inputs:
         found.update(f"{text}\0".encode())
-    for package in (vertumnus_router, vertumnus_sim):
+    for package in (vertumnus_router, vertumnus_sim, vertumnus_bench.study):
         (root,) = map(Path, package.__path__)
         for path in sorted(root.rglob("*")):
             within = path.relative_to(root)

@@ -40,9 +40,9 @@ class LateConfig:
 @dataclass(frozen=True, slots=True)
 class FluidConfig:
     """Fluid composition. ``lam`` and ``ageing`` take the place of those of late binding, whose
-    other settings hold. A move of one step keeps its ranks for ``step_s``; a pool whose last move
-    went wrong is not moved for ``rest_s``, for twice as long if that was the second in a row, and
-    so on.
+    other settings hold. Until moves have been measured, one of a step keeps its ranks for
+    ``step_s``; a pool whose last move went wrong is not moved for ``rest_s``, for twice as long if
+    that was the second in a row, and so on.
     """
 
     lam: float = 0.7
@@ -210,6 +210,11 @@ class PolicyConfig:
         if self.policy == "fluid" and self.controller.mode == "on":
             raise ConfigError(
                 "policy fluid moves the pools itself: set the controller to observe or off"
+            )
+        if self.policy == "fluid" and self.prefix.mode == "on":
+            raise ConfigError(
+                "policy fluid has no degrees that last, which the prefix manager counts by: set "
+                "it to observe or off; prefixes can still be pulled"
             )
         if not self.beta > 0:
             raise ConfigError(f"beta {self.beta}: must be above 0, or service time has no price")

@@ -8,7 +8,7 @@ the moves take, and what ranks wait for each other, is part of the price.
 from dataclasses import dataclass
 
 from vertumnus_router.core.config import FluidConfig
-from vertumnus_router.core.effects import Effect
+from vertumnus_router.core.effects import Effect, PlanEnded
 from vertumnus_router.core.events import PoolJoined, ReconfigureRequested
 from vertumnus_router.core.lanes import Lanes
 from vertumnus_router.core.ledger import Ledger
@@ -20,6 +20,7 @@ from vertumnus_router.core.workers import Candidates
 from vertumnus_router.lattice import Block
 
 _Composition = tuple[Block, ...]
+PLAN_PREFIX = "fluid-"
 #: Behind everything that could come, and still a number.
 _NEVER_S = 1e6
 #: A pool that refuses every move is asked ever less often.
@@ -48,8 +49,8 @@ class Shape:
 class BlockLanes(Lanes):
     """Lanes that share ranks.
 
-    ``free_s`` by slot is when the rank is free. Before a lane can begin it waits ``wait_s`` until
-    its pool can be moved, then the moves that lead to it take ``switch_s``, ``step_s`` each.
+    ``free_s`` by slot is when the rank is free, ``wait_s`` of a lane when its pool can be moved;
+    then the moves that lead to it take ``switch_s``, ``step_s`` each.
     ``open`` and ``formable`` are ``serves`` and ``forms`` by lane.
     """
 
@@ -93,7 +94,7 @@ class BlockLanes(Lanes):
         """Let begin and idle time of a lane follow from when its ranks are free."""
         free_s = [self.free_s[slot] for slot in self.shape.slots[at]]
         begin_s, switch_s = max(free_s), self.switch_s[at]
-        self.queue_s[at] = begin_s + self.wait_s[at] + switch_s
+        self.queue_s[at] = max(begin_s, self.wait_s[at]) + switch_s
         # The way there, and somebody's way back.
         self.idle_s[at] = len(free_s) * (begin_s + 2 * switch_s) - sum(free_s)
 
@@ -123,7 +124,7 @@ class FluidLanes:
             self._ledger.queues_s(ids, now),
             self._ledger.loads(ids),
             self._shape,
-            self._config.step_s,
+            self._config.step_s if self._regroups.step_s is None else self._regroups.step_s,
             dict.fromkeys(candidates.at_slot, 0.0),
             [0.0] * count,
             [0.0] * count,
@@ -145,12 +146,15 @@ class FluidLanes:
         assert current is not None
         target, _ = self._way(current, candidate.block, pool)
         self._plans += 1
-        order = ReconfigureRequested(PlanId(f"fluid-{self._plans}"), pool.pool, target)
-        return self._regroups.request(order, now)
+        order = ReconfigureRequested(PlanId(f"{PLAN_PREFIX}{self._plans}"), pool.pool, target)
+        effects = self._regroups.request(order, now)
+        for effect in effects:
+            if isinstance(effect, PlanEnded):
+                self._regroups.note(pool.pool, effect.reason, now)
+        return effects
 
     def _lay_out(self, lanes: BlockLanes, pool: PoolJoined, now: float) -> None:
-        """While the pool moves, what it moves to is there after a step, all else later. A pool that
-        decodes as well is left as it is: a merge would interrupt all its streams."""
+        """While the pool moves, what it moves to is there after a step, all else later."""
         mine = lanes.shape.by_pool.get(pool.pool)
         if mine is None:
             return
@@ -167,7 +171,7 @@ class FluidLanes:
         destination = self._regroups.destination(pool.pool)
         current = None if destination is not None else self._regroups.composition(pool)
         rest_s = self._rest_s(pool.pool, now)
-        step_s = self._config.step_s
+        step_s = lanes.step_s
         for at in mine:
             if lanes.open[at]:
                 continue
@@ -175,7 +179,7 @@ class FluidLanes:
             if destination is not None:
                 lanes.wait_s[at] = step_s
                 lanes.switch_s[at] = 0.0 if block in destination else step_s
-            elif current is None or not pool.prefill_only:
+            elif current is None or not self._membership.movable(pool):
                 lanes.wait_s[at] = _NEVER_S
             else:
                 lanes.wait_s[at] = rest_s

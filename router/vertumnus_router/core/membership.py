@@ -93,7 +93,7 @@ class Membership:
         self._peers: dict[int, Peer] = {}
         self._alike: dict[tuple[int, int], int] = {}
         self._lattice = Candidates(())
-        self._lattice_lives: tuple[tuple[str | None, ...], ...] = ()
+        self._lattice_keys: tuple[tuple[Candidate, ...], ...] = ()
         self._lattice_is_new = True
 
     @property
@@ -175,40 +175,48 @@ class Membership:
 
     @property
     def lattice(self) -> Candidates:
-        """Every block that could serve: all its ranks live and have said what they are, and the
-        profile covers its degree. Small degrees first in each pool. Whether a block serves now is
-        another matter, so this is the same object as long as the same ranks live."""
+        """Every block that could serve, small degrees first in each pool: of a pool that can be
+        moved (``movable``) all blocks of living ranks, of any other those that work. The same
+        object as long as that is so, however a pool that can be moved is composed."""
         if not self._lattice_is_new:
-            lives = tuple(self._living(pool) for pool in self._pools.values())
-            if lives != self._lattice_lives:
-                self._lattice_lives = lives
-                blocks: list[Candidate] = []
-                for pool, living in zip(self._pools.values(), lives, strict=True):
-                    blocks += self._possible(pool, living)
-                self._lattice = Candidates(tuple(blocks))
+            keys = tuple(map(self._possible, self._pools.values()))
+            if keys != self._lattice_keys:
+                self._lattice_keys = keys
+                self._lattice = Candidates(tuple(c for each in keys for c in each))
             self._lattice_is_new = True
         return self._lattice
 
-    def _living(self, pool: _Pool) -> tuple[str | None, ...]:
-        """The pool's name, then the life of each rank, None for one that could not serve now."""
-        lives = [
-            None if r.report is None or r.lost is not None else r.report.incarnation
-            for r in pool.ranks
-        ]
-        for worker in pool.workers.values():
-            if worker.state in (WorkerState.LOST, WorkerState.REFUSED):
-                for rank in worker.candidate.block.ranks:
-                    if rank < len(lives):
-                        lives[rank] = None
-        return (pool.joined.pool, *lives)
+    def movable(self, joined: PoolJoined) -> bool:
+        """Whether the pool may be moved for a request. One that decodes as well is left as it is,
+        since a merge would interrupt all its streams; and moves go through all its degrees."""
+        return joined.prefill_only and set(joined.degrees) <= set(self._ladder)
 
-    def _possible(self, pool: _Pool, living: tuple[str | None, ...]) -> Iterator[Candidate]:
+    def _possible(self, pool: _Pool) -> tuple[Candidate, ...]:
         joined = pool.joined
-        for block in lattice(joined.size, joined.degrees):
-            lives = tuple(life for rank in block.ranks if (life := living[1 + rank]) is not None)
-            if len(lives) == block.degree and block.degree in self._ladder:
-                mask = sum(1 << pool.ranks[rank].slot for rank in block.ranks)
-                yield Candidate(worker_id(joined.pool, block), block, mask, lives, joined)
+        if not self.movable(joined):
+            return tuple(w.candidate for w in pool.workers.values() if w.formed)
+        lost = {
+            rank
+            for worker in pool.workers.values()
+            if worker.state in (WorkerState.LOST, WorkerState.REFUSED)
+            for rank in worker.candidate.block.ranks
+        }
+        lives = {
+            rank: record.report.incarnation
+            for rank, record in enumerate(pool.ranks)
+            if record.report is not None and record.lost is None and rank not in lost
+        }
+        return tuple(
+            Candidate(
+                worker_id(joined.pool, block),
+                block,
+                sum(1 << pool.ranks[rank].slot for rank in block.ranks),
+                tuple(lives[rank] for rank in block.ranks),
+                joined,
+            )
+            for block in lattice(joined.size, joined.degrees)
+            if lives.keys() >= set(block.ranks)
+        )
 
     def degree_fault(self, degree: int) -> str | None:
         """Why blocks of that degree cannot serve, or None."""

@@ -324,8 +324,12 @@ class Placement:
         workers = self._membership.workers
         if quotes is not None and isinstance(quotes.lanes, range):  # none was left out
             workers = self._membership.out
+        # A block that drains may be what a request waits for.
+        priced = {c.id for c in quotes.candidates} if quotes is not None and workers else set()
         excluded = []
         for worker in workers:
+            if worker.id in priced:
+                continue
             if not worker.serving:
                 reason: str | None = f"{worker.state.value}: {worker.reason}"
             else:

@@ -146,6 +146,9 @@ class FluidPolicy(LatePolicy):
         # Any request may take many ranks at any moment, so their time has to cost more.
         super().__init__(replace(config, lam=config.fluid.lam, late=late))
 
+    def candidates(self, membership: Membership) -> Candidates:
+        return membership.lattice
+
 
 def make_policy(config: PolicyConfig) -> Policy:
     """The policy that ``config`` names."""

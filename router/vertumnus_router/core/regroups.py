@@ -29,6 +29,8 @@ from vertumnus_router.lattice import Block, format_composition
 #: After a commit the ranks report their new blocks at once; a report that is lost comes again
 #: with the next heartbeat.
 SETTLE_S = 10.0
+#: Weight of a new move in ``step_s``.
+_GAIN = 0.2
 
 
 class RegroupRefused(Exception):
@@ -42,7 +44,8 @@ class OnTheWay(RegroupRefused):
 @dataclass(slots=True)
 class _Running:
     """A plan under way. ``epoch`` is the pool's, ``at`` the move that was commanded last;
-    ``settle_by_s`` is set once that is committed, while its ranks are yet to report."""
+    ``settle_by_s`` is set once that is committed, while its ranks are yet to report, and
+    ``commanded_s`` is when that was."""
 
     plan: PlanId
     pool: PoolId
@@ -51,6 +54,7 @@ class _Running:
     at: int = 0
     ended: list[RegroupEnded] = field(default_factory=list)
     settle_by_s: float | None = None
+    commanded_s: float = 0.0
 
     @property
     def move(self) -> Move:
@@ -83,6 +87,9 @@ class Regroups:
         self._committed: dict[PoolId, tuple[int, tuple[Block, ...]]] = {}
         self._failed: dict[PoolId, frozenset[Block]] = {}
         self._failures: dict[PoolId, tuple[int, float]] = {}
+        #: how long a move takes, from the command until its blocks serve and without the time to
+        #: drain; a moving average, None before the first
+        self.step_s: float | None = None
 
     # -- being told -------------------------------------------------------------------------------
 
@@ -117,6 +124,13 @@ class Regroups:
     def failures(self, pool: PoolId) -> tuple[int, float]:
         """How many plans of the pool have stopped short in a row, and when the last one did."""
         return self._failures.get(pool, (0, 0.0))
+
+    def note(self, pool: PoolId, reason: str | None, now: float) -> None:
+        """A plan of the pool is over, and ``reason`` says why it stopped short."""
+        if reason is None:
+            self._failures.pop(pool, None)
+        else:
+            self._failures[pool] = self.failures(pool)[0] + 1, now
 
     def plan(self, pool: PoolId, target: tuple[Block, ...], now: float) -> tuple[PricedMove, ...]:
         """The moves that lead from what the pool is to ``target``, with what each would cost at
@@ -241,12 +255,11 @@ class Regroups:
         try:
             epoch, moves = self._plan(event.pool, event.blocks, now)
         except RegroupRefused as exc:
-            self._note(event.pool, str(exc), now)
             return [PlanEnded(event.plan, event.pool, reason=str(exc))]
         if not moves:
             return [PlanEnded(event.plan, event.pool)]
         running = self._running[event.pool] = _Running(event.plan, event.pool, moves, epoch)
-        return [self._command(running)]
+        return [self._command(running, now)]
 
     def ended(self, event: RegroupEnded, now: float) -> list[Effect]:
         """Take in how a move ended. One that was not commanded, or ended already, is no news."""
@@ -299,11 +312,12 @@ class Regroups:
         arrived = [workers.get(block) for block in running.move.arriving]
         if all(w is not None and w.formed and w.epoch >= running.epoch for w in arrived):
             running.settle_by_s = None
+            self._measure(running, now)
             if following is None:
                 self._membership.end_drain(running.pool)
                 return [self._stop(running, None, now)]
             running.at += 1
-            return [self._command(running)]
+            return [self._command(running, now)]
         if now >= by_s:
             self._membership.end_drain(running.pool)
             new = format_composition(running.move.after)
@@ -311,19 +325,20 @@ class Regroups:
             return [self._stop(running, reason, now)]
         return []
 
-    def _command(self, running: _Running) -> Regroup:
-        move = running.move
+    def _measure(self, running: _Running, now: float) -> None:
+        """What the move took beyond what its ranks had to finish first."""
+        stages = running.ended[-1].stages
+        if stages is not None:
+            took_s = max(0.0, now - running.commanded_s - stages.drain / 1000)
+            before_s = took_s if self.step_s is None else self.step_s
+            self.step_s = before_s + _GAIN * (took_s - before_s)
+
+    def _command(self, running: _Running, now: float) -> Regroup:
+        move, running.commanded_s = running.move, now
         self._membership.drain(running.pool, move.leaving, f"the pool is moving from {move}")
         return Regroup(running.plan, running.pool, running.epoch, move.before, move.after)
 
     def _stop(self, running: _Running, reason: str | None, now: float) -> PlanEnded:
         del self._running[running.pool]
-        self._note(running.pool, reason, now)
+        self.note(running.pool, reason, now)
         return PlanEnded(running.plan, running.pool, running.moves, tuple(running.ended), reason)
-
-    def _note(self, pool: PoolId, reason: str | None, now: float) -> None:
-        """A plan is over, and ``reason`` says why it stopped short."""
-        if reason is None:
-            self._failures.pop(pool, None)
-        else:
-            self._failures[pool] = self.failures(pool)[0] + 1, now

@@ -17,6 +17,7 @@ from vertumnus_router.core.events import (
     ReconfigureRequested,
     RegroupEnded,
 )
+from vertumnus_router.core.fluid import PLAN_PREFIX as FLUID
 from vertumnus_router.core.types import PlanId, PoolId
 from vertumnus_router.io.fronts import Fronts, NoReport, command, reason_in
 from vertumnus_router.io.metrics import RouterMetrics
@@ -75,13 +76,16 @@ class Regrouping:
 
     async def _regroup(self, order: Regroup) -> None:
         before, after = format_composition(order.before), format_composition(order.after)
-        log.info("pool %s: %s to %s, from epoch %d", order.pool, before, after, order.epoch)
+        # A fluid pool moves all the time.
+        level = logging.DEBUG if order.plan.startswith(FLUID) else logging.INFO
+        log.log(level, "pool %s: %s to %s, from epoch %d", order.pool, before, after, order.epoch)
         try:
             ended = await self._command(order, after)
         except Exception as exc:
             log.exception("pool %s: the command to regroup failed", order.pool)
             ended = _unknown(order, str(exc) or type(exc).__name__)
-        log.info("pool %s: %s, %s", order.pool, ended.outcome.value, ended.reason or ended.stages)
+        told = ended.reason or ended.stages
+        log.log(level, "pool %s: %s, %s", order.pool, ended.outcome.value, told)
         self._feed(ended)
         self._metrics.moved(len(order.after) < len(order.before), ended)
         if ended.outcome in (MoveOutcome.FAILED, MoveOutcome.UNKNOWN):

@@ -35,6 +35,7 @@ from vertumnus_router.core.events import (
     RequestCancelled,
     RequestFailed,
     RequestFinished,
+    Tick,
 )
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Change, Lost, Membership
@@ -126,6 +127,8 @@ class BaselineRouter:
                 return self._decode_joined(event, now)
             case DecodeLost(decode, cause):
                 return self._lose_decode(decode, cause, now) + self._binding.bind(now)
+            case Tick():
+                return self._expire(now)
         return []
 
     # -- requests -------------------------------------------------------------------------------
@@ -136,6 +139,19 @@ class BaselineRouter:
             return [refusals.too_large(request, pools)]
         self._table.admit(self._table.draft(request, now, now))
         return self._binding.bind(now)
+
+    def _expire(self, now: float) -> list[Effect]:
+        """End the requests that no serving worker could take for too long."""
+        effects: list[Effect] = []
+        for entry in self._table.queue():
+            if self._binding.takers(entry):
+                entry.stranded_s = None
+            elif entry.stranded_s is None:
+                entry.stranded_s = now
+            elif now - entry.stranded_s >= _SHARED.queue_timeout_s:
+                effects.append(refusals.no_worker(entry, _SHARED.queue_timeout_s))
+                effects += self._end(entry, now)
+        return effects
 
     def _prefill_finished(self, event: PrefillFinished, now: float) -> None:
         entry = self._attempt(event.request_id, event.worker, event.attempt)

@@ -4,18 +4,27 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from vertumnus_router.core.config import ConfigError, ControllerConfig, FluidConfig, PolicyConfig
-from vertumnus_router.core.effects import Dispatch, Effect, PlanEnded, Regroup
+from vertumnus_router.core.config import (
+    ConfigError,
+    ControllerConfig,
+    FluidConfig,
+    PolicyConfig,
+    PrefixConfig,
+)
+from vertumnus_router.core.effects import Dispatch, Effect, PlanEnded, Regroup, Reject
 from vertumnus_router.core.events import (
     DecodeJoined,
     MoveOutcome,
+    PoolLost,
     RankLost,
+    ReconfigureRequested,
     RegroupEnded,
     Tick,
 )
 from vertumnus_router.core.profile import Coefficients, Profile
-from vertumnus_router.core.types import DecodeId, PoolId, Rank
+from vertumnus_router.core.types import DecodeId, PlanId, PoolId, Rank
 from vertumnus_router.lattice import Block, format_composition
+from vertumnus_router.protocol import Stages
 
 from tests.router.core.scene import IDEAL, Scene, chain, only, reported, request, with_overhead
 
@@ -49,10 +58,12 @@ class Pool(Scene):
                 rest.append(effect)
         return rest
 
-    def commit(self, order: Regroup) -> list[Effect]:
+    def commit(self, order: Regroup, stages: Stages | None = None) -> list[Effect]:
         self.commanded.append(format_composition(order.after))
         self.epoch += 1
-        ended = RegroupEnded(order.plan, order.pool, MoveOutcome.COMMITTED, self.epoch)
+        ended = RegroupEnded(
+            order.plan, order.pool, MoveOutcome.COMMITTED, self.epoch, stages=stages
+        )
         effects = self.feed(ended)
         for block in order.after:
             for rank in block.ranks:
@@ -84,9 +95,6 @@ def test_a_short_one_takes_what_is_there() -> None:
 
 def test_what_ranks_stand_still_has_a_price() -> None:
     """Four ranks, three moves: 4·2·60 ms of GPU time, and 60 ms to wait."""
-    pool = Pool()
-    effects = pool.arrive("long", 4000)
-    pool.follow(effects)
     told = Pool().control.explain(request("x", 4000), 1000.0)
     terms = {terms.worker: terms for terms in told.candidates}
     wide, narrow = terms["p/0x4"], terms["p/0x1"]
@@ -114,23 +122,34 @@ def test_ranks_that_wait_for_another_cost_their_time() -> None:
 
 def test_a_block_with_busy_ranks_is_made_when_they_are_done_and_nobody_slips_in() -> None:
     pool = Pool()
-    taken = set()
+    taken = {}
     for name in "abcd":
         worker = pool.dispatched(name, 50).worker
-        taken.add(worker)
+        taken[name] = worker
         pool.start(name, worker)
-    assert len(taken) == 4
-    assert pool.arrive("long", 40_000) == []  # 10 s at four ranks, 20 s at two
+    assert len(set(taken.values())) == 4
+    # 10 s at four ranks, 20 s at two. It came first, and is the first in the queue.
+    assert pool.arrive("long", 40_000, priority=1) == []
     pool.wait(0.05)
-    effects = []
     for name in "abc":
-        effects += pool.finish(name)
-    assert effects == []
+        assert pool.finish(name) == []
     # Three ranks are idle, and promised.
-    assert pool.control.queued_count == 1
+    assert pool.arrive("short", 50) == []
+    assert pool.control.queued_count == 2
     orders = pool.finish("d")
     assert isinstance(orders[0], Regroup)
-    assert only(Dispatch, pool.follow(orders)).worker == "p/0x4"
+    assert next(e for e in pool.follow(orders) if isinstance(e, Dispatch)).request_id == "long"
+    assert pool.control.violations() == []
+
+
+def test_one_block_of_a_pool_is_made_at_a_time() -> None:
+    pool = Pool(AT_FOUR_ONE_SECOND_MORE)
+    (first,) = pool.arrive("a", 2000)  # two ranks: 1 s each, four: 1.5 s
+    assert isinstance(first, Regroup)
+    assert pool.arrive("b", 2000) == []
+    effects = pool.follow([first])
+    assert [e.request_id for e in effects if isinstance(e, Dispatch)] == ["a", "b"]
+    assert pool.commanded[-1] == "2x2"
 
 
 def test_a_wide_block_is_split_for_short_prompts() -> None:
@@ -147,15 +166,14 @@ def test_a_wide_block_is_split_for_short_prompts() -> None:
 
 
 def test_what_is_computed_on_a_rank_counts_in_every_block_that_has_it() -> None:
-    pool = Pool()
-    blocks = chain(1, 20)
-    pool.follow(pool.arrive("a", 2000, blocks=blocks))
-    told = pool.control.explain(request("b", 2000, blocks=blocks), pool.now)
+    pool = Pool(AT_FOUR_ONE_SECOND_MORE)
+    blocks = chain(1, 2)
+    where = pool.dispatched("a", 100 * 2 - 150, blocks=blocks).worker
+    told = pool.control.explain(request("b", 250, blocks=blocks), pool.now)
     cached = {terms.worker: terms.cached_tokens for terms in told.candidates}
-    where = next(w.id for w in pool.control.workers(pool.now) if w.requests)
-    ranks = ranks_of(where)
+    assert len(cached) == 7
     for worker, tokens in cached.items():
-        assert tokens == (1900 if ranks & ranks_of(worker) else 0), worker
+        assert tokens == (200 if ranks_of(where) & ranks_of(worker) else 0), worker
 
 
 def ranks_of(worker: str) -> set[int]:
@@ -168,10 +186,12 @@ def test_a_pool_that_refuses_is_left_alone_for_longer_and_longer() -> None:
     pool = Pool()
     found = pool.arrive("long", 4000)
     asked_s = []
-    while isinstance(found[-1], Regroup):
+    while isinstance(found[-1], Regroup) and len(asked_s) < 10:
         asked_s.append(pool.now)
         found = pool.refuse(found[-1])
-        while isinstance(found[-1], PlanEnded):
+        for _ in range(20):
+            if not isinstance(found[-1], PlanEnded):
+                break
             pool.wait(0.25)
             found = pool.feed(Tick()) or found
     assert [b - a for a, b in pairwise(asked_s)] == [1.0, 2.0]
@@ -211,3 +231,61 @@ def test_it_starts_where_the_pool_is() -> None:
     pool.finish("a")
     assert Block(0, 4) in pool.control.composition(PoolId("p"))  # type: ignore[operator]
     assert pool.dispatched("b", 4000).worker == "p/0x4"
+
+
+def test_a_pool_that_comes_back_is_known_by_its_new_slots() -> None:
+    pool = Pool()
+    pool.launch("4x1", pool="q", prefill_only=True)
+    for name in ("p", "q"):
+        pool.feed(PoolLost(PoolId(name), "gone"))
+    pool.launch("4x1", pool="q", prefill_only=True)
+    pool.launch("4x1", pool="p", prefill_only=True)
+    blocks = chain(1, 10)
+    pool.store(0, blocks, pool="p")
+    told = pool.control.explain(request("x", 1050, blocks=blocks), pool.now)
+    cached = {terms.worker for terms in told.candidates if terms.cached_tokens}
+    assert cached == {"p/0x1", "p/0x2", "p/0x4"}
+
+
+def test_no_way_leads_through_a_degree_without_a_price() -> None:
+    gap = {degree: at for degree, at in IDEAL.degrees.items() if degree != 2}
+    pool = Pool(msgspec.structs.replace(IDEAL, degrees=gap))
+    assert pool.dispatched("long", 4000).worker in {f"p/{rank}x1" for rank in range(4)}
+
+
+def test_one_that_failed_in_a_wide_block_may_be_tried_in_another() -> None:
+    pool = Pool()
+    pool.follow(pool.arrive("long", 4000))
+    effects = pool.fail("long")
+    assert effects
+    assert not any(isinstance(effect, Reject) for effect in effects)
+    again = only(Dispatch, pool.follow(effects))
+    assert again.worker != "p/0x4"
+    assert again.attempt == 2
+
+
+def test_orders_of_operators_that_make_no_sense_do_not_stop_it() -> None:
+    pool = Pool()
+    for number in range(6):
+        nonsense = ReconfigureRequested(PlanId(f"{number}"), PoolId("p"), (Block(0, 1),))
+        assert isinstance(pool.feed(nonsense)[0], PlanEnded)
+    assert isinstance(pool.arrive("long", 4000)[0], Regroup)
+
+
+def test_the_price_of_a_move_follows_what_moves_take() -> None:
+    pool = Pool()
+    (order,) = pool.arrive("long", 4000)
+    while isinstance(order, Regroup):
+        pool.wait(0.5)
+        stages = Stages(drain=100.0, vote=0.0, switch=400.0, publish=0.0)
+        effects = pool.commit(order, stages)
+        order = next(e for e in effects if isinstance(e, Regroup | Dispatch))
+    told = pool.control.explain(request("x", 50), pool.now)
+    narrow = next(terms for terms in told.candidates if terms.worker == "p/2x1")
+    running_s = 4000 / 4000
+    assert narrow.queue_s == pytest.approx(running_s + 2 * 0.4)
+
+
+def test_it_is_refused_with_a_prefix_manager_that_acts() -> None:
+    with pytest.raises(ConfigError, match="prefixes can still be pulled"):
+        PolicyConfig(policy="fluid", prefix=PrefixConfig(mode="on"))
