@@ -14,15 +14,17 @@ from vertumnus_router.core.config import (
 from vertumnus_router.core.effects import Dispatch, Effect, PlanEnded, Regroup, Reject
 from vertumnus_router.core.events import (
     DecodeJoined,
+    DecodeLost,
     MoveOutcome,
     PoolLost,
     RankLost,
     ReconfigureRequested,
     RegroupEnded,
+    RequestCancelled,
     Tick,
 )
 from vertumnus_router.core.profile import Coefficients, Profile
-from vertumnus_router.core.types import DecodeId, PlanId, PoolId, Rank
+from vertumnus_router.core.types import DecodeId, PlanId, PoolId, Rank, RequestId
 from vertumnus_router.lattice import Block, format_composition
 from vertumnus_router.protocol import Stages
 
@@ -121,35 +123,50 @@ def test_ranks_that_wait_for_another_cost_their_time() -> None:
 
 
 def test_a_block_with_busy_ranks_is_made_when_they_are_done_and_nobody_slips_in() -> None:
-    pool = Pool()
+    pool = Pool(AT_FOUR_ONE_SECOND_MORE)
     taken = {}
     for name in "abcd":
         worker = pool.dispatched(name, 50).worker
         taken[name] = worker
         pool.start(name, worker)
     assert len(set(taken.values())) == 4
-    # 10 s at four ranks, 20 s at two. It came first, and is the first in the queue.
+    # 11 s at four ranks, 20 s at two.
     assert pool.arrive("long", 40_000, priority=1) == []
     pool.wait(0.05)
     for name in "abc":
         assert pool.finish(name) == []
-    # Three ranks are idle, and promised.
+    # Three ranks are idle, and promised. At four it would take 1 s.
     assert pool.arrive("short", 50) == []
     assert pool.control.queued_count == 2
     orders = pool.finish("d")
     assert isinstance(orders[0], Regroup)
-    assert next(e for e in pool.follow(orders) if isinstance(e, Dispatch)).request_id == "long"
+    assert only(Dispatch, pool.follow(orders)).request_id == "long"
     assert pool.control.violations() == []
 
 
 def test_one_block_of_a_pool_is_made_at_a_time() -> None:
     pool = Pool(AT_FOUR_ONE_SECOND_MORE)
-    (first,) = pool.arrive("a", 2000)  # two ranks: 1 s each, four: 1.5 s
-    assert isinstance(first, Regroup)
-    assert pool.arrive("b", 2000) == []
-    effects = pool.follow([first])
+    pool.feed(DecodeLost(DecodeId("d"), "gone"))
+    for name in "ab":
+        assert pool.arrive(name, 2000) == []  # two ranks: 1 s, four: 1.5 s
+    order = only(Regroup, pool.feed(DecodeJoined(DecodeId("d"), "2", 100)))
+    effects = pool.follow([order])
     assert [e.request_id for e in effects if isinstance(e, Dispatch)] == ["a", "b"]
     assert pool.commanded[-1] == "2x2"
+
+
+def test_a_pool_rests_while_its_ranks_are_busy() -> None:
+    pool = Pool()
+    (order,) = pool.arrive("first", 4000)
+    assert isinstance(order, Regroup)
+    pool.refuse(order)
+    pool.feed(RequestCancelled(RequestId("first")))
+    for number in range(4):
+        pool.start(f"{number}", pool.dispatched(f"{number}", 1500).worker)
+    told = pool.control.explain(request("x", 4000), pool.now)
+    wide = next(terms for terms in told.candidates if terms.worker == "p/0x4")
+    # 1.5 s until all are free; the rest of 1 s is over by then.
+    assert wide.queue_s == pytest.approx(1.5 + 3 * STEP_S)
 
 
 def test_a_wide_block_is_split_for_short_prompts() -> None:
