@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,16 @@ class TrialPlan:
     seed: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What an idle pool shows beside its profile: seconds of a request outside of its prefill, how
+    much longer prefills take when all ranks compute, and the profile's own mean error."""
+
+    overhead_s: float
+    contention: float
+    noise: float
+
+
 def compare(model: Path, folder: Path, plan: TrialPlan) -> dict[str, Any]:
     """Every policy on both; see the keys of the last line of ``benchmarks/validity.py``."""
     path = folder / "profile.json"
@@ -66,17 +78,21 @@ def compare(model: Path, folder: Path, plan: TrialPlan) -> dict[str, Any]:
         requests = small_trace(profile, plan)
         overhead_s = _overhead_s(server, profile)
         say(f"outside of the prefill a request takes {overhead_s * 1000:.1f} ms")
+        contention = _contention(server)
+        say(f"two ranks at once take {contention:.1%} longer than one")
         noise = statistics.fmean(one.error.mean for one in profile.measurements.values())
+        beside = Beside(overhead_s, contention, noise)
         rows = []
         for policy, composition in POLICIES:
             measured = _measured(server, str(path), policy, composition, requests, plan)
-            simulated = _simulated(profile, policy, composition, requests, plan, overhead_s, noise)
+            simulated = _simulated(profile, policy, composition, requests, plan, beside)
             rows.append(row(policy, composition, measured, simulated))
             say(str(rows[-1]))
     return summary(rows) | {
         "requests": plan.requests,
         "utilisation": plan.utilisation,
         "overhead_ms": round(overhead_s * 1000, 2),
+        "contention": round(contention, 4),
         "noise": round(noise, 4),
         "profile_error": {
             str(degree): round(one.error.mean, 4) for degree, one in profile.measurements.items()
@@ -157,6 +173,32 @@ def _overhead_s(server: Server, profile: Profile) -> float:
     return max(0.0, statistics.median(found))
 
 
+def _contention(server: Server) -> float:
+    """Of prefills of the same length, on one rank and on all at once."""
+    prompts = Prompts(seed=8)
+    numbers = count()
+
+    def prefill_s(rank: int) -> float:
+        request = TraceRequest(0.0, 768, 1, (), BLOCK_TOKENS)
+        body = {
+            "input_ids": prompts.tokens(next(numbers), request),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "routed_dp_rank": rank,
+        }
+        began = time.perf_counter()
+        server.post("/generate", body)
+        return time.perf_counter() - began
+
+    alone: list[float] = []
+    together: list[float] = []
+    with ThreadPoolExecutor(SIZE) as clients:
+        for _ in range(10):
+            alone.append(prefill_s(0))
+            together += clients.map(prefill_s, range(SIZE))
+    flush(server)
+    return max(0.0, statistics.median(together) / statistics.median(alone) - 1)
+
+
 def _measured(
     server: Server,
     profile: str,
@@ -188,15 +230,15 @@ def _simulated(
     composition: str,
     requests: Sequence[TraceRequest],
     plan: TrialPlan,
-    overhead_s: float,
-    noise: float,
+    beside: Beside,
 ) -> dict[str, float]:
     """Mean and P90 of TTFT in ms."""
     hardware = Hardware(
         kv_blocks=CAPACITY_TOKENS // BLOCK_TOKENS,
         kv_token_bytes=6144,
         chunk_tokens=CHUNK_TOKENS,
-        noise=noise,
+        noise=beside.noise,
+        contention=beside.contention,
         local_bytes_per_s=2e9,
         # Nothing is handed over: the pool answers for itself.
         remote_bytes_per_s=1e15,
@@ -206,7 +248,7 @@ def _simulated(
         degrees=DEGREES,
         compositions=lay_out(composition, SIZE, SIZE, DEGREES),
         hardware=hardware,
-        delays=Delays(dispatch_s=overhead_s),
+        delays=Delays(dispatch_s=beside.overhead_s),
     )
     run = Run(
         workload="conversation, small",

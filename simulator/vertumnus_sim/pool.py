@@ -149,7 +149,18 @@ class Pool:
             if job.began_s is None:
                 job.began_s = self._timeline.now
                 self._tell(PrefillStarted(job.request.id, job.worker, job.attempt))
+        if self._hardware.contention:
+            step.seconds *= 1 + self._hardware.contention * self._busy_beside(worker)
         self._timeline.after(step.seconds, self._stepped, worker, step)
+
+    def _busy_beside(self, worker: Worker) -> float:
+        """Which part of the node's other ranks compute."""
+        busy = sum(
+            other.block.degree
+            for other in self._living()
+            if other is not worker and other.step is not None
+        )
+        return busy / max(1, self._cluster.node_gpus - worker.block.degree)
 
     def _stepped(self, worker: Worker, step: Step) -> None:
         if worker.step is not step:

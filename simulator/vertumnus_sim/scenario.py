@@ -17,15 +17,17 @@ class Hardware:
 
     ``kv_blocks`` of the trace's size fit a rank, a token has ``kv_token_bytes``; a step computes
     up to ``chunk_tokens`` uncached ones and takes ``noise`` (the standard deviation of its
-    logarithm) more or less than the profile says. ``local_bytes_per_s`` is a rank's share of what
-    connects a node, ``remote_bytes_per_s`` of what connects nodes, and prefill with decode; in
-    each direction.
+    logarithm) more or less than the profile says; and longer by ``contention``, of itself, when
+    all other ranks of the node compute as it begins. ``local_bytes_per_s`` is a rank's share of
+    what connects a node, ``remote_bytes_per_s`` of what connects nodes, and prefill with decode;
+    in each direction.
     """
 
     kv_blocks: int = 1_100
     kv_token_bytes: int = 98_304
     chunk_tokens: int = 16_384
     noise: float = 0.08
+    contention: float = 0.0
     local_bytes_per_s: float = 20e9
     remote_bytes_per_s: float = 20e9
     copy_latency_s: float = 0.002
@@ -40,7 +42,7 @@ class Hardware:
         ):
             if not getattr(self, name) > 0:
                 raise ScenarioError(f"{name} {getattr(self, name)}: must be above 0")
-        for name in ("noise", "copy_latency_s"):
+        for name in ("noise", "contention", "copy_latency_s"):
             if not getattr(self, name) >= 0:
                 raise ScenarioError(f"{name} {getattr(self, name)}: must be 0 or more")
 

@@ -127,6 +127,17 @@ class Stand:
         return sum(cache.pinned + cache.reserved for cache in caches)
 
 
+def test_ranks_that_compute_at_once_slow_each_other_down() -> None:
+    stand = Stand("4x1", replace(QUIET, contention=0.6, remote_bytes_per_s=1e18))
+    stand.submit("a", 0, 500)
+    stand.submit("b", 1, 500, first=100)
+    stand.timeline.run()
+    alone_s = step_s(1, (500, 0))
+    assert stand.first_tokens["a"][0] == pytest.approx(alone_s)
+    # One of the three others computes when it begins.
+    assert stand.first_tokens["b"][0] == pytest.approx(1.2 * alone_s)
+
+
 def test_the_hand_over_follows_the_steps_at_the_bandwidth_of_the_home() -> None:
     """What was computed before the last step has been on its way since the prefill began."""
     computed_s = sum(step_s(1, shape) for shape in ((1_000, 0), (1_000, 1_000), (500, 2_000)))
