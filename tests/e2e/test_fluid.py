@@ -64,12 +64,12 @@ def test_a_long_prompt_gets_a_wider_worker(server: Server, model: torch.nn.Modul
 
 
 def test_a_mix_is_answered_as_if_nothing_moved(server: Server, model: torch.nn.Module) -> None:
-    lengths = [30, 1200, 60, 400, 2000, 45, 800, 30, 1600, 90, 250, 30]
+    lengths = [30, 1200, 60, 400, 1600, 45, 800, 30]
     prompts = [prompt_of(10 + n, length) for n, length in enumerate(lengths)]
     expected = [transformers_output(model, tuple(prompt)).tokens for prompt in prompts]
     before = composed(server)["epoch"]
     with ThreadPoolExecutor(6) as clients:
-        for _ in range(3):
+        for _ in range(2):
             asked = [clients.submit(generate, server, prompt) for prompt in prompts]
             assert [one.result(180) for one in asked] == expected
             # Cached prompts cost next to nothing at any degree.

@@ -65,7 +65,7 @@ def some_settings(source: Random) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_lost_or_left_behind(seed: int) -> None:
     source = Random(f"cluster {seed}")
     where, settings = some_cluster(source), some_settings(source)
