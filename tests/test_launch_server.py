@@ -115,7 +115,7 @@ def test_help_needs_neither_torch_nor_sglang() -> None:
         ([*BASE, "--controller", "auto"], "observe"),
         ([*BASE, "--controller-window-s", "0"], "controller.window_s 0.0: must be above 0"),
         ([*BASE, "--controller-lower", "0.7"], "leave no band"),
-        ([*BASE, "--profile", "/no/such/profile.json"], "nor one of smollm2-135m-cpu"),
+        ([*BASE, "--profile", "/no/such/profile.json"], "nor one of qwen3-30b-a3b-h20, smollm2"),
         ([*BASE, "--profile", __file__], "not a profile"),
         (["--model-path", "m", "--pool-size", "64", "--cp-degrees", "1,64"], "--profile"),
     ],

@@ -16,7 +16,7 @@ from vertumnus_router.core.events import Tick
 from vertumnus_router.core.profile import Coefficients
 from vertumnus_router.lattice import Block
 from vertumnus_sim.metrics import Row
-from vertumnus_sim.policies import policy_config
+from vertumnus_sim.policies import make_router, policy_config
 from vertumnus_sim.run import Run, simulate
 from vertumnus_sim.scenario import Cluster, Death, Delays
 from vertumnus_sim.simulation import Simulation
@@ -166,12 +166,13 @@ def test_a_router_that_forgets_a_request_is_found_out() -> None:
 
 @pytest.mark.parametrize("policy", ["least_loaded", "late", "fluid"])
 def test_when_all_ranks_are_dead_requests_end(policy: str) -> None:
-    where = cluster(
-        "8x1", gpus=8, deaths=[Death(2.0, n, rank) for n in range(2) for rank in range(4)]
-    )
-    played = play(strangers([0.5 * n for n in range(20)], 500), where, policy=policy)
-    assert played.outcome.refused
-    assert len(played.outcome.ttft_s) + sum(played.outcome.refused.values()) == 20
+    deaths = [Death(2.0, node, rank) for node in range(2) for rank in range(4)]
+    where = cluster("8x1", gpus=8, deaths=deaths)
+    router = make_router(policy, {}, PROFILE, where.hardware, 0)
+    asked = strangers([0.5 * n for n in range(20)], 500)
+    outcome = Simulation(where, PROFILE, router, asked, 0).run()
+    assert outcome.refused
+    assert len(outcome.ttft_s) + sum(outcome.refused.values()) == 20
 
 
 # -- one rank as a queue -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from vertumnus_sim.workloads import __main__ as cli
 from vertumnus_sim.workloads.arrivals import mean_rate
 from vertumnus_sim.workloads.conversation import conversation_like
-from vertumnus_sim.workloads.fetch import PublicTrace
+from vertumnus_sim.workloads.fetch import TRACES, PublicTrace
 from vertumnus_sim.workloads.traces import TraceRequest, read_mooncake, write_mooncake
 
 
@@ -60,7 +60,7 @@ def test_the_public_traces_are_preferred(
     real = tmp_path / "toolagent_trace.jsonl"
     write_mooncake(real, [TraceRequest(0.0, 5, 1, (1,), 512)] * 2)
     pinned = PublicTrace("toolagent", hashlib.sha256(real.read_bytes()).hexdigest())
-    monkeypatch.setitem(cli.TRACES, "toolagent", pinned)
+    monkeypatch.setitem(TRACES, "toolagent", pinned)
     output = tmp_path / "w.jsonl"
     arguments = ["generate", "tool-agent", "--traces", str(tmp_path), "-o", str(output)]
     assert cli.main(arguments) == 0
