@@ -23,6 +23,7 @@ from vertumnus_router.core.events import (
     BlocksStored,
     CopyEnded,
     DecodeJoined,
+    DecodeLeaving,
     DecodeLost,
     Event,
     Failure,
@@ -31,6 +32,7 @@ from vertumnus_router.core.events import (
     Leg,
     PoolComposed,
     PoolJoined,
+    PoolLeaving,
     PoolLost,
     PrefillFinished,
     PrefillStarted,
@@ -169,6 +171,11 @@ class ControlPlane:
                 return self._settle(self._lose_decode(decode, cause, now), now)
             case PoolJoined():
                 return self._changed(self._membership.join(event), now)
+            case PoolLeaving(pool, why):
+                return self._changed(self._membership.retire(pool, why), now)
+            case DecodeLeaving(decode, why):
+                self._decodes.retire(decode, why is not None)
+                return self._settle([], now)
             case PoolLost(pool, cause):
                 return self._changed(self._membership.leave(pool, cause), now)
             case PoolComposed():
@@ -230,7 +237,12 @@ class ControlPlane:
         if self.controller is None:
             return []
         verdict = self.controller.tick(
-            now, lambda: [self._regroups.view(pool, now) for pool in self._membership.pools]
+            now,
+            lambda: [
+                self._regroups.view(pool, now)
+                for pool in self._membership.pools
+                if not self._membership.is_leaving(pool.pool)
+            ],
         )
         if verdict is None:
             return []
@@ -467,6 +479,14 @@ class ControlPlane:
     def lacks_decode(self) -> bool:
         """Whether there are pools that prefill only, and no decode server for them."""
         return not self._decodes.terms() and any(p.prefill_only for p in self._membership.pools)
+
+    def requests_at(self, pool: PoolId) -> int:
+        """How many requests the workers of a pool have."""
+        return len(self._table.attached(pool))
+
+    def rooms_at(self, decode: DecodeId) -> int:
+        """How many prompts a decode server has."""
+        return sum(terms.rooms for terms in self._decodes.terms() if terms.decode == decode)
 
     def decodes(self) -> tuple[DecodeTerms, ...]:
         """Every live decode server."""

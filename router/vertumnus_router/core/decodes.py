@@ -29,11 +29,16 @@ class _Server:
     limit: int
     rooms: int = 0
     doubted: bool = False
+    leaving: bool = False
+
+    @property
+    def usable(self) -> bool:
+        return not (self.doubted or self.leaving)
 
     def fits(self, rooms: int) -> bool:
         """An idle server also takes the batch that is too large for it: nobody else can, and it
         queues what it cannot run."""
-        return not self.doubted and (self.rooms + rooms <= self.limit or not self.rooms)
+        return self.usable and (self.rooms + rooms <= self.limit or not self.rooms)
 
 
 class Decodes:
@@ -45,7 +50,7 @@ class Decodes:
     @property
     def usable(self) -> bool:
         """Whether there is a server that takes requests, now or when it has a free room."""
-        return any(not server.doubted for server in self._servers.values())
+        return any(server.usable for server in self._servers.values())
 
     @property
     def has_room(self) -> bool:
@@ -80,6 +85,11 @@ class Decodes:
     def doubt(self, decode: DecodeId) -> None:
         """It did not answer: no new requests until it joins again, which its watcher sees to."""
         self._servers[decode].doubted = True
+
+    def retire(self, decode: DecodeId, leaving: bool) -> None:
+        """It takes no new requests while it is leaving."""
+        if decode in self._servers:
+            self._servers[decode].leaving = leaving
 
     def remove(self, decode: DecodeId) -> None:
         """It is gone. Nobody has a room there any more."""

@@ -56,6 +56,15 @@ class PoolLost:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolLeaving:
+    """The pool takes no new requests, and goes on with those that it has; ``PoolLost`` follows when
+    they have ended. ``cause`` None: it stays after all."""
+
+    pool: PoolId
+    cause: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class RankReported:
     """A rank's heartbeat. A worker exists while all ranks of its block agree on it.
 
@@ -117,6 +126,14 @@ class DecodeLost:
 
     decode: DecodeId
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLeaving:
+    """The same of a decode server."""
+
+    decode: DecodeId
+    cause: str | None
 
 
 class RequestArrived(msgspec.Struct, frozen=True, gc=False):
@@ -318,11 +335,13 @@ class Tick:
 
 Event = (
     PoolJoined
+    | PoolLeaving
     | PoolLost
     | PoolComposed
     | RankReported
     | RankLost
     | DecodeJoined
+    | DecodeLeaving
     | DecodeLost
     | RequestArrived
     | PrefillStarted

@@ -69,6 +69,7 @@ class _Pool:
     ranks: list[RankRecord]
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     drain: Drain = NO_DRAIN
+    leaving: str | None = None
 
 
 class Membership:
@@ -153,6 +154,11 @@ class Membership:
     def pools(self) -> tuple[PoolJoined, ...]:
         return self._joined
 
+    def is_leaving(self, name: PoolId) -> bool:
+        """Whether the pool takes no new requests, since it is about to leave."""
+        known = self._pools.get(name)
+        return known is not None and known.leaving is not None
+
     def pool(self, name: PoolId) -> PoolJoined | None:
         known = self._pools.get(name)
         return None if known is None else known.joined
@@ -193,6 +199,8 @@ class Membership:
 
     def _possible(self, pool: _Pool) -> tuple[Candidate, ...]:
         joined = pool.joined
+        if pool.leaving is not None:
+            return ()
         if not self.movable(joined):
             return tuple(w.candidate for w in pool.workers.values() if w.formed)
         lost = {
@@ -252,6 +260,14 @@ class Membership:
         self._free_slots = sorted((*self._free_slots, *void), reverse=True)
         self._publish()
         return Change(pool, void, left=cause)
+
+    def retire(self, pool: PoolId, cause: str | None) -> Change:
+        """The pool takes no new requests from now on; with None it does again."""
+        known = self._pools.get(pool)
+        if known is None or known.leaving == cause:
+            return NO_CHANGE
+        known.leaving = cause
+        return self._derive(pool, ())
 
     def report(self, report: RankReported) -> Change:
         """Take in a heartbeat; one of a dead life or an old epoch is ignored."""
@@ -338,7 +354,9 @@ class Membership:
 
     def _derive(self, name: PoolId, void: tuple[int, ...]) -> Change:
         pool = self._pools[name]
-        derived = derive_workers(pool.joined, pool.ranks, pool.workers, self._rules, pool.drain)
+        derived = derive_workers(
+            pool.joined, pool.ranks, pool.workers, self._rules, pool.drain, pool.leaving
+        )
         pool.workers = {worker.id: worker for worker in derived}
         self._publish()
         return Change(name, void)
@@ -348,8 +366,8 @@ class Membership:
         self._out = tuple(w for w in self._workers if not w.serving)
         self._candidates = Candidates(tuple(w.candidate for w in self._workers if w.serving))
         self._joined = tuple(pool.joined for pool in self._pools.values())
-        draining = (w for w in self._workers if w.state is WorkerState.DRAINING)
-        self._draining = tuple(w.candidate for w in draining)
+        draining = (w.candidate for w in self._workers if w.state is WorkerState.DRAINING)
+        self._draining = tuple(c for c in draining if not self.is_leaving(c.pool.pool))
         self._serving_ranks = sum(candidate.degree for candidate in self.serving)
         degrees = {degree for pool in self.pools for degree in pool.degrees}
         priced = (degree for degree in degrees if self._rules.degree_fault(degree) is None)

@@ -40,8 +40,8 @@ def worker_id(pool: PoolId, block: Block) -> WorkerId:
 class WorkerState(Enum):
     """A worker takes requests only while SERVING.
 
-    FORMING: its ranks do not all agree on it yet. DRAINING: it is about to end in a move and
-    goes on with the requests that it has.
+    FORMING: its ranks do not all agree on it yet. DRAINING: it is about to end in a move, or its
+    pool leaves, and goes on with the requests that it has.
     """
 
     FORMING = "forming"

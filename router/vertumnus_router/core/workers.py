@@ -154,8 +154,10 @@ def derive_workers(
     before: Mapping[WorkerId, Worker],
     rules: Rules,
     drain: Drain = NO_DRAIN,
+    leaving: str | None = None,
 ) -> Iterator[Worker]:
-    """The workers and would-be workers of a pool, in rank order."""
+    """The workers and would-be workers of a pool, in rank order. ``leaving`` is why the whole pool
+    drains, if it does."""
     claims: dict[Block, list[RankReported]] = {}
     for rank in ranks:
         if rank.report is not None:
@@ -186,6 +188,8 @@ def derive_workers(
                 reason = f"its ranks report epochs {', '.join(map(str, sorted(epochs)))}"
         if state is WorkerState.SERVING and drain.holds(block, epoch):
             state, reason = WorkerState.DRAINING, drain.reason
+        if state is WorkerState.SERVING and leaving is not None:
+            state, reason = WorkerState.DRAINING, leaving
         mask = sum(1 << rank.slot for rank in members)
         yield Worker(Candidate(name, block, mask, lives, pool), epoch, state, reason)
 

@@ -18,7 +18,7 @@ from vertumnus_router.core.effects import (
     TransferRefused,
 )
 from vertumnus_router.core.events import Event, Tick
-from vertumnus_router.core.types import RequestId
+from vertumnus_router.core.types import DecodeId, PoolId, RequestId
 from vertumnus_router.core.verdict import Verdict
 from vertumnus_router.io.verdicts import log_verdict
 
@@ -40,6 +40,10 @@ class Core(Protocol):
         """Whether a scan of the prefix index is in progress: each ``Tick`` does a slice of it."""
 
     def on_event(self, event: Event, now: float) -> list[Effect]: ...
+
+    def requests_at(self, pool: PoolId) -> int: ...
+
+    def rooms_at(self, decode: DecodeId) -> int: ...
 
 
 #: What is carried out for nobody's request.
@@ -75,6 +79,14 @@ class ControlLoop:
 
     def disown(self, request: RequestId) -> None:
         self._owners.pop(request, None)
+
+    def requests_at(self, pool: PoolId) -> int:
+        """How many requests the workers of a pool have."""
+        return self._core.requests_at(pool)
+
+    def rooms_at(self, decode: DecodeId) -> int:
+        """How many prompts a decode server has."""
+        return self._core.rooms_at(decode)
 
     def feed(self, event: Event) -> None:
         """Take in one event and hand out what follows from it."""

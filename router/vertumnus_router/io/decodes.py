@@ -97,6 +97,24 @@ class DecodeLink:
         """A request got no answer: look now, and tell the control plane what comes of it."""
         self._suspected.set()
 
+    # -- fleet.Link ----------------------------------------------------------------------------
+
+    @property
+    def visit(self) -> DecodeServer | None:
+        return self.server
+
+    @property
+    def requests(self) -> int:
+        return 0 if self.server is None else self._control.rooms_at(self.id)
+
+    def retire(self, cause: str | None) -> None:
+        if self.server is not None:
+            self._control.feed(events.DecodeLeaving(self.id, cause))
+
+    def end(self, cause: str) -> None:
+        if self.server is not None:
+            self._leave(cause)
+
     async def run(self) -> None:
         while True:
             server = await self._find()
@@ -196,6 +214,8 @@ class DecodeLink:
         if pool is None:
             # One that is live stays, for the pool that comes back.
             return None if self.server is not None else "waiting for a pool to compare it with"
+        if pool.prefill is None:
+            return "the pools of this router decode themselves"
         if server.page_size != pool.kv_events.block_tokens:
             return (
                 f"its page size is {server.page_size}, that of the pools "

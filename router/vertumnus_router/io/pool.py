@@ -104,6 +104,25 @@ class PoolLink:
         """Somebody could not reach the front: probe it now."""
         self._suspected.set()
 
+    # -- fleet.Link ----------------------------------------------------------------------------
+
+    @property
+    def visit(self) -> PoolDescription | None:
+        return self.description
+
+    @property
+    def requests(self) -> int:
+        pool = self.description
+        return 0 if pool is None else self._control.requests_at(PoolId(pool.pool_id))
+
+    def retire(self, cause: str | None) -> None:
+        if self.description is not None:
+            self._control.feed(events.PoolLeaving(PoolId(self.description.pool_id), cause))
+
+    def end(self, cause: str) -> None:
+        if self.description is not None:
+            self._leave(cause)
+
     async def run(self) -> None:
         try:
             while True:

@@ -19,6 +19,7 @@ from vertumnus_router.io.client_request import Endpoint
 from vertumnus_router.io.config import RouterConfig
 from vertumnus_router.io.control_loop import ControlLoop, Order
 from vertumnus_router.io.decodes import DecodeLink
+from vertumnus_router.io.fleet import Fleet, Link, Role
 from vertumnus_router.io.forwarding import attempt_of
 from vertumnus_router.io.hot_path import HotPath
 from vertumnus_router.io.live_metrics import live_samples
@@ -80,6 +81,7 @@ class Router:
         self.model = ServedModel(paired=bool(config.decode_urls), profile=profile)
         self.pools: list[PoolLink] = []
         self.decodes: list[DecodeLink] = []
+        self._fleet = Fleet(make=self._link, forget=self._forget, spawn=self._begin, clock=clock)
         limits = config.limits
         self.tokenizer = TokenizeService(
             threads=limits.tokenize_threads, deadline_s=limits.tokenize_s
@@ -113,41 +115,61 @@ class Router:
         """Begin to look for the pools and to tick."""
         self._context = zmq.Context()
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        self.pools = [
-            PoolLink(
+        self.spawn(self.control.tick())
+        for url in self.config.pool_urls:
+            self.join(url)
+        for url in self.config.decode_urls:
+            self.join(url, Role.DECODE)
+
+    def join(self, url: str, role: Role = Role.WORKER) -> bool:
+        """Follow the server at ``url`` from now on, see ``Fleet.join``. Only between ``start`` and
+        ``close``; it takes requests once it has been found and fits, see ``trouble`` of its link.
+        """
+        return self._fleet.join(url, role)
+
+    def leave(self, url: str) -> bool:
+        """Let go of the server at ``url`` once its requests have ended, see ``Fleet.leave``."""
+        return self._fleet.leave(url)
+
+    def _link(self, url: str, role: Role) -> Link:
+        if role is Role.DECODE:
+            decode = DecodeLink(
                 url=url,
                 control=self.control,
                 model=self.model,
-                session=self._session,
-                context=self._context,
-                clock=self.clock,
-                probe_s=self.config.limits.probe_s,
-                snapshots=Snapshots(self, self.metrics, self.clock, self.spawn),
-                on_joined=self._on_joined,
-                on_left=self._on_left,
-                on_prefill=self._on_prefill,
-            )
-            for url in self.config.pool_urls
-        ]
-        self.decodes = [
-            DecodeLink(
-                url=url,
-                control=self.control,
-                model=self.model,
-                session=self._session,
+                session=self.session,
                 clock=self.clock,
                 probe_s=min(HEARTBEAT_S, self.config.limits.probe_s),
                 headers=self.key_header(),
                 on_joined=self._on_decode_joined,
                 on_left=self._on_decode_left,
             )
-            for url in self.config.decode_urls
-        ]
-        self.spawn(self.control.tick())
-        for pool in self.pools:
-            self.spawn(pool.run())
-        for decode in self.decodes:
-            self.spawn(decode.run())
+            self.decodes.append(decode)
+            self.model.paired = True
+            return decode
+        assert self._context is not None
+        pool = PoolLink(
+            url=url,
+            control=self.control,
+            model=self.model,
+            session=self.session,
+            context=self._context,
+            clock=self.clock,
+            probe_s=self.config.limits.probe_s,
+            snapshots=Snapshots(self, self.metrics, self.clock, self.spawn),
+            on_joined=self._on_joined,
+            on_left=self._on_left,
+            on_prefill=self._on_prefill,
+        )
+        self.pools.append(pool)
+        return pool
+
+    def _forget(self, link: Link) -> None:
+        if isinstance(link, DecodeLink):
+            self.decodes.remove(link)
+            self.model.paired = bool(self.decodes)
+        elif isinstance(link, PoolLink):
+            self.pools.remove(link)
 
     async def close(self) -> None:
         """Stop everything; requests still running are cut off."""
@@ -206,9 +228,13 @@ class Router:
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run ``work`` in the background until it ends or the router closes."""
+        self._begin(work)
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
+        return task
 
     def _reap(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -17,7 +17,7 @@ class ServedModel:
     decoding to them. ``profile``: what prices the pools, which must not be of another kind."""
 
     def __init__(self, *, paired: bool = False, profile: Profile | None = None) -> None:
-        self._paired = paired
+        self.paired = paired
         self._profile = profile
         self._pools: dict[str, PoolDescription] = {}
 
@@ -33,7 +33,7 @@ class ServedModel:
 
     def misfit(self, pool: PoolDescription) -> str | None:
         """Why ``pool`` cannot join the pools that are here, or None."""
-        if self._paired and pool.prefill is None:
+        if self.paired and pool.prefill is None:
             return (
                 f"pool {pool.pool_id} decodes itself: launch it with --disaggregation-mode "
                 f"prefill, or this router without --decode"
