@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from vertumnus_patches.causal import is_plain_causal
 
 
 class Kernel(Protocol):
@@ -57,7 +58,7 @@ def register(kernel: Kernel) -> None:
             save_kv_cache: bool = True,
         ) -> torch.Tensor:
             sharded = forward_batch.attn_cp_metadata is not None
-            if self._plan is None or not _is_plain_causal(layer):
+            if self._plan is None or not is_plain_causal(layer):
                 if sharded:
                     raise NotImplementedError(
                         f"layer {layer.layer_id}: CP covers plain causal attention only"
@@ -86,7 +87,7 @@ def register(kernel: Kernel) -> None:
             forward_batch: Any,
             save_kv_cache: bool = True,
         ) -> torch.Tensor:
-            if self._plan is None or not _is_plain_causal(layer):
+            if self._plan is None or not is_plain_causal(layer):
                 return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
             if save_kv_cache and k is not None and v is not None:
                 self._save(k, v, layer, forward_batch, sharded=False)
@@ -146,12 +147,3 @@ def _plan(req_to_token: torch.Tensor, forward_batch: Any, kernel: Kernel) -> _Pl
         for queries, keys, sequence in zip(query_lens, kv_lens, sequences, strict=True)
     ]
     return _Plan(segments, sequences)
-
-
-def _is_plain_causal(layer: Any) -> bool:
-    window = layer.sliding_window_size
-    return (
-        not layer.is_cross_attention
-        and layer.attn_type != AttentionType.ENCODER_ONLY
-        and (window is None or window <= -1)
-    )

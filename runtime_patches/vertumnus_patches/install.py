@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol
 
 from vertumnus_patches import SGLANG_VERSION
 from vertumnus_patches.record import Kind, Patch, source_fingerprint
@@ -63,7 +63,17 @@ class PatchError(Exception):
     """Why a patch does not fit the installed SGLang."""
 
 
-def resolve(patch: Patch) -> Callable[..., Any]:
+class Target(Protocol):
+    """A function as somebody expects it to be; a ``Patch`` is one."""
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def signature(self) -> tuple[str, ...]: ...
+
+
+def resolve(patch: Target) -> Callable[..., Any]:
     """The function that ``patch`` targets, as defined by its own owner.
 
     Raises:

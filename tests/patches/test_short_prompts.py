@@ -29,7 +29,7 @@ def can_apply(strategy: Any, num_tokens: int, forward_batch: Any) -> bool:
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch, bound: Bound) -> None:
     monkeypatch.setattr(zigzag.ZigzagCPStrategy, "can_apply", can_apply)
-    monkeypatch.setattr(short_prompts, "_is_torch_native", lambda: True)
+    monkeypatch.setattr(short_prompts, "_allows_empty_segments", lambda: True)
     bound.rank.shards.return_value = True
 
 
@@ -103,7 +103,7 @@ def test_only_plain_prefills_are_sharded(mode: str) -> None:
 
 
 def test_only_for_the_backend_that_accepts_empty_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_prompts, "_is_torch_native", lambda: False)
+    monkeypatch.setattr(short_prompts, "_allows_empty_segments", lambda: False)
     with as_rank(2, 0) as strategy:
         assert not can_apply(strategy, 101, batch_of([1, 100]))
         assert can_apply(strategy, 200, batch_of([100, 100]))
@@ -118,7 +118,7 @@ def test_the_backend_is_asked_of_sglang(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: backends)
-    assert short_prompts._is_torch_native() is expected
+    assert short_prompts._allows_empty_segments() is expected
 
 
 # -- what -----------------------------------------------------------------------------------------

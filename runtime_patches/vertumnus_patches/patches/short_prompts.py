@@ -11,7 +11,7 @@ def shard_by_work(
     original: Callable[..., bool], strategy: Any, num_tokens: int, forward_batch: Any
 ) -> bool:
     new_tokens = getattr(forward_batch, "extend_seq_lens_cpu", None)
-    if new_tokens is None or not _is_torch_native():
+    if new_tokens is None or not _allows_empty_segments():
         return original(strategy, num_tokens, forward_batch)
     mode = forward_batch.forward_mode
     if not mode.is_context_parallel_extend() or mode.is_mixed():
@@ -26,11 +26,12 @@ def shard_by_work(
     )
 
 
-def _is_torch_native() -> bool:
-    """Whether attention accepts segments without a query, as the CPU kernel does."""
+def _allows_empty_segments() -> bool:
+    """Whether attention accepts segments without a query, as our adapters do."""
     from sglang.srt.runtime_context import attention_backends
 
-    return "torch_native" in attention_backends()
+    prefill, _ = attention_backends()
+    return prefill in ("torch_native", "flashinfer")
 
 
 PATCH = Patch(
