@@ -46,6 +46,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     ports: Ports
     #: of SGLang's bootstrap server; None: the pool decodes, too
     bootstrap_port: int | None = None
+    #: whether the operator wants GPUs tried, on which no pool has been proven
+    allow_unproven_gpu: bool = False
 
     @property
     def blocks(self) -> tuple[Block, ...]:

@@ -64,6 +64,26 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES; None: all of them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def check_collectives_end() -> None:
+    """A rank whose collective has failed or timed out must end: that is how its block fails.
+
+    Raises:
+        ConfigurationError: when the environment tells torch to let it live.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    chosen = os.environ.get(name)
+    if chosen not in (None, "1", "3"):
+        raise ConfigurationError(
+            f"{name}={chosen} lets a rank live on behind a collective that has failed, and its "
+            f"block hang; unset it"
+        )
+
+
 def set_defaults(variables: Mapping[str, str]) -> None:
     """Set variables that the operator has not set."""
     for name, value in variables.items():

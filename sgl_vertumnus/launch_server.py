@@ -32,7 +32,12 @@ from sgl_vertumnus.controller_flags import (
     controller_config,
     controller_flags,
 )
-from sgl_vertumnus.environment import hide_gpus, publish_pool_config, set_defaults
+from sgl_vertumnus.environment import (
+    check_collectives_end,
+    hide_gpus,
+    publish_pool_config,
+    set_defaults,
+)
 from sgl_vertumnus.errors import ConfigurationError, VertumnusError
 from sgl_vertumnus.ports import FIRST, free_range
 from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config, prefix_flags
@@ -93,6 +98,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         default="127.0.0.1",
         help="address of the front and of the ranks' event sockets, which carry every prompt's "
         "tokens without authentication: loopback or a private network only",
+    )
+    pool.add_argument(
+        "--allow-unproven-gpu",
+        action="store_true",
+        help="try a pool on GPUs, on which none has been proven yet (docs/support-matrix.md)",
     )
     router = parser.add_argument_group("router")
     router.add_argument(
@@ -174,6 +184,7 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
             kv_service=kv_events + 3 * size + 5,
         ),
         bootstrap_port=bootstrap_port,
+        allow_unproven_gpu=options.allow_unproven_gpu,
     )
 
 
@@ -240,6 +251,9 @@ def _prepare_environment(config: PoolConfig) -> None:
     if config.bootstrap_port is not None:
         _prepare_transfers(config)
     if config.device != "cpu":
+        check_collectives_end()
+        # The driver's numbers, by which ranks are placed; CUDA would put the fastest first.
+        set_defaults({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
         return
     hide_gpus()  # one in sight would change SGLang's code paths
     set_defaults(

@@ -131,11 +131,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("grpc_mode", _OFF, "the pool is controlled through its HTTP front"),
     Refusal("enable_http2", _OFF, "the pool is controlled through its HTTP/1.1 front"),
     Refusal("enable_memory_saver", _OFF, "released weights would break ranks that share a step"),
+    Refusal("enable_symm_mem", _OFF, "the groups of a pool do not register symmetric memory"),
+    Refusal("base_gpu_id", (0,), "name the devices of the pool in CUDA_VISIBLE_DEVICES"),
+    Refusal("gpu_id_step", (1,), "name the devices of the pool in CUDA_VISIBLE_DEVICES"),
     Refusal("kv_events_config", (None,), "the pool publishes KV events on ports of its own"),
 )
 
 #: Attention backends whose CP prefill has been proven in a pool, by device.
 CP_BACKENDS = {"cpu": ("torch_native",)}
+#: Those that have CP prefill, ours or upstream's, and have not run in a pool.
+UNPROVEN_BACKENDS = {"cuda": ("flashinfer", "fa3", "fa4")}
 
 
 def check_flags(server_args: Any) -> None:
@@ -176,29 +181,36 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelFacts], bool], str], ...] = (
 )
 
 
-def check_model(model: ModelFacts, *, device: str, attention_backend: str) -> None:
-    """Refuse a model or backend without a proven CP prefill path.
+def check_model(
+    model: ModelFacts, *, device: str, attention_backend: str, allow_unproven_gpu: bool = False
+) -> None:
+    """Refuse a model or backend without a CP prefill path that is proven, or allowed to be tried.
 
     Raises:
         UnsupportedFeature: naming every reason.
     """
     reasons = [f"{model.name}: {why}" for refused, why in _MODEL_CHECKS if refused(model)]
-    reasons.extend(_backend_reasons(device, attention_backend))
+    reasons.extend(_backend_reasons(device, attention_backend, allow_unproven_gpu))
     if reasons:
         raise UnsupportedFeature(reasons)
 
 
-def _backend_reasons(device: str, backend: str) -> Iterator[str]:
-    supported = CP_BACKENDS.get(device)
-    if supported is None:
-        yield (
-            f"--device {device}: pools are proven on {' and '.join(CP_BACKENDS)} only so far; "
-            "run this one with --device cpu"
-        )
-    elif backend not in supported:
+def _backend_reasons(device: str, backend: str, allow_unproven_gpu: bool) -> Iterator[str]:
+    proven = CP_BACKENDS.get(device, ())
+    unproven = UNPROVEN_BACKENDS.get(device, ())
+    supported = (*proven, *(unproven if allow_unproven_gpu else ()))
+    if supported and backend not in supported:
         yield (
             f"--attention-backend {backend}: it has no context-parallel prefill on {device}; "
             f"use {' or '.join(supported)}"
+        )
+    elif not supported:
+        remedy = "run this one with --device cpu"
+        if unproven:
+            remedy += ", or try it with --allow-unproven-gpu (docs/support-matrix.md)"
+        yield (
+            f"--device {device}: pools are proven on {' and '.join(CP_BACKENDS)} only so far; "
+            f"{remedy}"
         )
 
 

@@ -81,7 +81,7 @@ def _defaults(config: PoolConfig, cpu_kv_tokens: int | None) -> list[tuple[str, 
         if cpu_kv_tokens is not None:
             defaults.append(("--max-total-tokens", str(cpu_kv_tokens)))
     else:
-        defaults.append(("--page-size", "64"))
+        defaults += [("--attention-backend", "flashinfer"), ("--page-size", "64")]
     return defaults
 
 

@@ -345,6 +345,30 @@ def test_a_gpu_pool_is_left_to_sglangs_own_platform(
     ((config, _, _),) = started.calls
     assert config.device == "cuda" and "SGLANG_PLATFORM" not in os.environ
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "the order that topologies are told in"
+    assert not config.allow_unproven_gpu
+
+
+def test_a_gpu_is_tried_when_the_operator_says_so(started: Started) -> None:
+    launch_server.main([*BASE, "--device", "cuda", "--allow-unproven-gpu"])
+    ((config, passed, _),) = started.calls
+    assert config.allow_unproven_gpu and "--allow-unproven-gpu" not in passed
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [("0", True), ("2", True), ("1", False)])
+def test_a_rank_must_not_outlive_a_failed_collective(
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    value: str,
+    is_refused: bool,
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
+    if not is_refused:
+        launch_server.main([*BASE, "--device", "cuda"])
+        return
+    code, said = exit_of(capsys, *BASE, "--device", "cuda")
+    assert code == 2 and "TORCH_NCCL_ASYNC_ERROR_HANDLING" in said and "unset it" in said
 
 
 @pytest.mark.parametrize("gpu", [True, False])

@@ -11,7 +11,14 @@ from vertumnus_patches import engine
 from vertumnus_patches.engine import ModelFacts
 
 from sgl_vertumnus.errors import UnsupportedFeature
-from sgl_vertumnus.preflight import CP_BACKENDS, REFUSALS, Refusal, check_flags, check_model
+from sgl_vertumnus.preflight import (
+    CP_BACKENDS,
+    REFUSALS,
+    UNPROVEN_BACKENDS,
+    Refusal,
+    check_flags,
+    check_model,
+)
 
 pytest.importorskip("sglang", reason="needs sglang")
 
@@ -208,12 +215,33 @@ def test_a_window_that_is_off_is_no_window(window: int | None) -> None:
     [
         ("cpu", "triton", "--attention-backend triton: .* use torch_native"),
         ("cpu", "intel_amx", "use torch_native"),
-        ("cuda", "fa3", "--device cuda: pools are proven on cpu only"),
+        ("cuda", "fa3", "--device cuda: pools are proven on cpu only.*--allow-unproven-gpu"),
         ("npu", "ascend", "--device npu: pools are proven on cpu only"),
     ],
 )
 def test_a_backend_without_cp_is_refused(device: str, backend: str, reason: str) -> None:
     (why,) = refusal_of(PLAIN, device, backend)
+    assert re.search(reason, why)
+
+
+@pytest.mark.parametrize("backend", UNPROVEN_BACKENDS["cuda"])
+def test_a_gpu_is_tried_only_if_the_operator_says_so(backend: str) -> None:
+    check_model(PLAIN, device="cuda", attention_backend=backend, allow_unproven_gpu=True)
+    assert refusal_of(PLAIN, "cuda", backend)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "reason"),
+    [
+        ("cuda", "triton", "--attention-backend triton: .* use flashinfer or fa3 or fa4"),
+        ("npu", "ascend", "--device npu: pools are proven on cpu only so far; run .* cpu$"),
+        ("cpu", "flashinfer", "no context-parallel prefill on cpu; use torch_native"),
+    ],
+)
+def test_what_has_no_cp_is_not_tried(device: str, backend: str, reason: str) -> None:
+    with pytest.raises(UnsupportedFeature) as refused:
+        check_model(PLAIN, device=device, attention_backend=backend, allow_unproven_gpu=True)
+    (why,) = refused.value.reasons
     assert re.search(reason, why)
 
 

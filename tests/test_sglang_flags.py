@@ -50,7 +50,15 @@ def test_the_pool_is_made_of_data_parallel_replicas() -> None:
                 "disable_overlap_schedule": True,
             },
         ),
-        (CUDA, {"page_size": 64, "sleep_on_idle": True, "disable_overlap_schedule": False}),
+        (
+            CUDA,
+            {
+                "attention_backend": "flashinfer",
+                "page_size": 64,
+                "sleep_on_idle": True,
+                "disable_overlap_schedule": False,
+            },
+        ),
     ],
     ids=["cpu", "cuda"],
 )

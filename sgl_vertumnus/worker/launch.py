@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
-from vertumnus_patches import SGLANG_VERSION, engine
+from vertumnus_patches import SGLANG_VERSION, engine, flashinfer_attention
 from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
 from vertumnus_patches.seams import seams
@@ -29,6 +29,7 @@ from sgl_vertumnus.config import PoolConfig
 from sgl_vertumnus.device import device_name
 from sgl_vertumnus.environment import forces_mooncake, publish_pool_secret
 from sgl_vertumnus.errors import ConfigurationError, PoolStartError
+from sgl_vertumnus.gpus import check_gpus
 from sgl_vertumnus.preflight import check_flags, check_model
 from sgl_vertumnus.sglang_flags import KV_TOPIC, complete_flags, cpu_kv_tokens
 from sgl_vertumnus.transfer import transfer_backend
@@ -71,10 +72,20 @@ def serve(config: PoolConfig, flags: Sequence[str], *, router_flags: Sequence[st
         )
     )
     server.resolve_once()
-    for backend in engine.resolved_attention_backends(server):
-        check_model(facts, device=config.device, attention_backend=backend)
+    backends = engine.resolved_attention_backends(server)
+    for backend in backends:
+        check_model(
+            facts,
+            device=config.device,
+            attention_backend=backend,
+            allow_unproven_gpu=config.allow_unproven_gpu,
+        )
     if config.device == "cpu":
         engine.preload(server, facts.name)
+    else:
+        check_gpus(config)
+        if flashinfer_attention.NAME in backends:
+            flashinfer_attention.check_installed()
     store = open_store(config)
     logger.info("rendezvous on port %d for %s", store.port, config)
     front = PoolFront(config, server.url(), asked.admin_api_key)

@@ -27,9 +27,9 @@ def plugin() -> None:
 
 
 def _join(config: PoolConfig) -> None:
-    from vertumnus_patches import cpu_attention
+    from vertumnus_patches import cpu_attention, flashinfer_attention
 
-    from sgl_vertumnus.worker import attention
+    from sgl_vertumnus.worker import attention, paged_plan
     from sgl_vertumnus.worker.front import FrontRuntime
     from sgl_vertumnus.worker.rank import RankRuntime
     from sgl_vertumnus.worker.supervisor import Supervisor
@@ -42,3 +42,5 @@ def _join(config: PoolConfig) -> None:
     )
     if config.device == "cpu":
         cpu_attention.register(attention)
+    else:
+        flashinfer_attention.register(paged_plan)

@@ -17,7 +17,7 @@ from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
 from vertumnus_router.protocol import PROTOCOL_VERSION, Endpoint, KvService, decode_description
 
-from sgl_vertumnus.errors import ConfigurationError, PoolStartError
+from sgl_vertumnus.errors import ConfigurationError, PoolStartError, UnsupportedFeature
 from sgl_vertumnus.worker import launch
 from tests.worker.configs import config_of
 
@@ -166,3 +166,57 @@ def test_a_prefill_is_over_with_the_first_token_or_the_end() -> None:
         ("token", 10, 4),
         ("aborted", 10, 4),
     ]
+
+
+class Reached(Exception):
+    """The launch went on to what starts processes."""
+
+
+@pytest.mark.parametrize(
+    ("allowed", "outcome", "looked_at"),
+    [
+        (False, UnsupportedFeature, []),
+        (True, Reached, ["gpus", "flashinfer"]),
+    ],
+)
+def test_a_gpu_pool_is_looked_at_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool, outcome: type[Exception], looked_at: list[str]
+) -> None:
+    seen: list[str] = []
+    server = SimpleNamespace(resolve_once=lambda: None)
+    facts = SimpleNamespace(
+        name="Qwen3ForCausalLM",
+        attention="MHA",
+        kv_elements_per_token=1024,
+        sliding_window_tokens=None,
+        is_hybrid=False,
+        is_multimodal=False,
+        is_encoder_decoder=False,
+        is_generation=True,
+        has_attention_sinks=False,
+    )
+
+    def reached(config: Any) -> None:
+        raise Reached
+
+    for name, value in {
+        "load_plugins": lambda: None,
+        "parse_flags": lambda flags: server,
+        "model_facts": lambda asked: facts,
+        "chosen_fields": lambda asked: set(),
+        "resolved_attention_backends": lambda asked: ("flashinfer", "flashinfer"),
+    }.items():
+        monkeypatch.setattr(engine, name, value)
+    monkeypatch.setattr(type(launch.seams), "are_bound", True)
+    monkeypatch.setattr(launch, "check_flags", lambda asked: None)
+    monkeypatch.setattr(launch, "_transfer_flags", lambda config, asked: [])
+    monkeypatch.setattr(launch, "check_gpus", lambda config: seen.append("gpus"))
+    monkeypatch.setattr(
+        launch.flashinfer_attention, "check_installed", lambda: seen.append("flashinfer")
+    )
+    monkeypatch.setattr(launch, "open_store", reached)
+    config = config_of(4, (1, 2), device="cuda")
+    config = msgspec.structs.replace(config, allow_unproven_gpu=allowed)
+    with pytest.raises(outcome):
+        launch.serve(config, [], router_flags=None)
+    assert seen == looked_at
