@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.cuda import current_device
 from vertumnus_patches import engine, in_hand, new_kv, prefixes, transfers
 from vertumnus_patches.block_events import BlockEvent
 from vertumnus_patches.in_hand import decode_tickets, encode_tickets
@@ -101,7 +102,8 @@ class RankRuntime:
         if self._on_cpu:
             # Upstream leaves this to kernels that exist on some CPUs only.
             torch.set_num_threads(self._config.threads)
-        device = torch.device("cpu" if self._on_cpu else "cuda")
+        # SGLang has chosen this rank's GPU by now: the one of its number.
+        device = torch.device("cpu") if self._on_cpu else torch.device("cuda", current_device())
         self._lattice = build_links(self._config, self._rank, store, device)
         line = self._line = SupervisorLine(self._config.ports.control)
         self._reporter = Reporter(
