@@ -36,20 +36,31 @@ from sgl_vertumnus.demo.tokenizer_files import (
 
 SCORE_STD = 2.5
 LOGIT_STD = 3.0
+#: So far apart, experts are chosen alike whatever the order of sums was.
+ROUTER_STD = 2.0
 
 
 class Architecture(Enum):
     LLAMA = "llama"
     QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3_moe"
 
     @property
     def class_name(self) -> str:
-        return {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.value]
+        return {
+            "llama": "LlamaForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
+            "qwen3_moe": "Qwen3MoeForCausalLM",
+        }[self.value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomModelSpec:
-    """The shape of a random model. Equal specs and tokenizers give equal files."""
+    """The shape of a random model. Equal specs and tokenizers give equal files.
+
+    A mixture has ``experts`` of width ``intermediate`` in every layer, of which each token takes
+    ``experts_per_token``; other architectures leave the two aside.
+    """
 
     architecture: Architecture = Architecture.LLAMA
     hidden: int = 512
@@ -58,6 +69,8 @@ class RandomModelSpec:
     kv_heads: int = 2
     head_dim: int = 64
     intermediate: int = 1408
+    experts: int = 8
+    experts_per_token: int = 2
     context_tokens: int = 32768
     rope_theta: float = 1e6
     storage: StorageType = StorageType.FLOAT32
@@ -68,6 +81,8 @@ class RandomModelSpec:
             raise ValueError(
                 f"{self.query_heads} query heads do not share {self.kv_heads} KV heads"
             )
+        if not 0 < self.experts_per_token <= self.experts:
+            raise ValueError(f"{self.experts_per_token} of {self.experts} experts for a token")
         if self.head_dim % 2:
             raise ValueError(f"rotary embeddings need an even head dimension, not {self.head_dim}")
 
@@ -97,7 +112,17 @@ def write_random_model(
 
 
 def _config(spec: RandomModelSpec, chat: ChatTokenizer) -> dict[str, Any]:
+    mixture = {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": spec.intermediate,
+        "norm_topk_prob": True,
+        "num_experts": spec.experts,
+        "num_experts_per_tok": spec.experts_per_token,
+        "router_aux_loss_coef": 0.0,
+    }
     return {
+        **(mixture if spec.architecture is Architecture.QWEN3_MOE else {}),
         "architectures": [spec.architecture.class_name],
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -137,7 +162,7 @@ def _tensors(spec: RandomModelSpec, vocabulary: int) -> dict[str, LazyTensor]:
     queries, keys = spec.query_heads * spec.head_dim, spec.kv_heads * spec.head_dim
     # A score is q·k/sqrt(head_dim): the product of the two standard deviations.
     score_gain = sqrt(SCORE_STD)
-    normed = spec.architecture is Architecture.QWEN3
+    normed = spec.architecture is not Architecture.LLAMA
     normal("model.embed_tokens.weight", vocabulary, spec.hidden, gain=sqrt(spec.hidden))
     for layer in range(spec.layers):
         at = f"model.layers.{layer}"
@@ -150,9 +175,14 @@ def _tensors(spec: RandomModelSpec, vocabulary: int) -> dict[str, LazyTensor]:
         normal(f"{at}.self_attn.v_proj.weight", keys, spec.hidden)
         normal(f"{at}.self_attn.o_proj.weight", spec.hidden, queries)
         constant(f"{at}.post_attention_layernorm.weight", spec.hidden)
-        normal(f"{at}.mlp.gate_proj.weight", spec.intermediate, spec.hidden)
-        normal(f"{at}.mlp.up_proj.weight", spec.intermediate, spec.hidden)
-        normal(f"{at}.mlp.down_proj.weight", spec.hidden, spec.intermediate)
+        networks = [f"{at}.mlp"]
+        if spec.architecture is Architecture.QWEN3_MOE:
+            normal(f"{at}.mlp.gate.weight", spec.experts, spec.hidden, ROUTER_STD)
+            networks = [f"{at}.mlp.experts.{expert}" for expert in range(spec.experts)]
+        for network in networks:
+            normal(f"{network}.gate_proj.weight", spec.intermediate, spec.hidden)
+            normal(f"{network}.up_proj.weight", spec.intermediate, spec.hidden)
+            normal(f"{network}.down_proj.weight", spec.hidden, spec.intermediate)
     constant("model.norm.weight", spec.hidden)
     normal("lm_head.weight", vocabulary, spec.hidden, LOGIT_STD)
     return tensors

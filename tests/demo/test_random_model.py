@@ -20,6 +20,7 @@ def load(directory: Path) -> Any:
 
 def spec(architecture: Architecture, **changes: Any) -> RandomModelSpec:
     sizes = {"hidden": 256, "layers": 4, "query_heads": 4, "kv_heads": 2, "intermediate": 512}
+    sizes |= {"experts": 4}
     return RandomModelSpec(architecture=architecture, **{**sizes, **changes})
 
 
@@ -115,5 +116,7 @@ def test_takes_over_the_embedded_models_tokenizer(tmp_path: Path, embedded_model
 def test_impossible_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="8 query heads do not share 3 KV heads"):
         RandomModelSpec(kv_heads=3)
+    with pytest.raises(ValueError, match="9 of 8 experts"):
+        RandomModelSpec(experts_per_token=9)
     with pytest.raises(ValueError, match="even head dimension"):
         RandomModelSpec(head_dim=33)
