@@ -1,12 +1,15 @@
 """What a pool refuses at start, with the reason. Checked before any process starts."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from vertumnus_patches.engine import ModelFacts
+from typing import TYPE_CHECKING, Any
 
 from sgl_vertumnus.errors import UnsupportedFeature
+
+if TYPE_CHECKING:  # what is refused can be told where no SGLang is installed
+    from vertumnus_patches.engine import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +141,9 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 #: Attention backends whose CP prefill has been proven in a pool, by device.
-CP_BACKENDS = {"cpu": ("torch_native",)}
+CP_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",)}
 #: Those that have CP prefill, ours or upstream's, and have not run in a pool.
-UNPROVEN_BACKENDS = {"cuda": ("flashinfer", "fa3", "fa4")}
+UNPROVEN_BACKENDS: dict[str, tuple[str, ...]] = {"cuda": ("flashinfer", "fa3", "fa4")}
 
 
 def check_flags(server_args: Any) -> None:
@@ -160,24 +163,52 @@ def check_flags(server_args: Any) -> None:
         raise UnsupportedFeature(reasons)
 
 
-_MODEL_CHECKS: tuple[tuple[Callable[[ModelFacts], bool], str], ...] = (
-    (
+@dataclass(frozen=True, slots=True)
+class ModelRefusal:
+    """A property of models that CP prefill of a pool does not cover."""
+
+    feature: str
+    applies: Callable[[ModelFacts], bool]
+    reason: str
+
+
+MODEL_REFUSALS: tuple[ModelRefusal, ...] = (
+    ModelRefusal(
+        "MLA",
         lambda m: m.attention == "MLA",
         "MLA attention keeps a latent KV cache; CP of a pool covers "
         "multi-head and grouped-query attention",
     ),
-    (
+    ModelRefusal(
+        "linear attention, state-space layers",
         lambda m: m.attention == "SSM" or m.is_hybrid,
         "state-space and linear-attention layers carry a state that zigzag CP cannot split",
     ),
-    (
+    ModelRefusal(
+        "sliding window",
         lambda m: bool(m.sliding_window_tokens),
         "sliding-window attention is not covered by zigzag CP of a pool",
     ),
-    (lambda m: m.has_attention_sinks, "attention sinks are not covered by zigzag CP of a pool"),
-    (lambda m: m.is_multimodal, "image and audio inputs are not mirrored inside a block of ranks"),
-    (lambda m: m.is_encoder_decoder, "cross attention is not covered by zigzag CP of a pool"),
-    (lambda m: not m.is_generation, "CP prefill is proven for generation only"),
+    ModelRefusal(
+        "attention sinks",
+        lambda m: m.has_attention_sinks,
+        "attention sinks are not covered by zigzag CP of a pool",
+    ),
+    ModelRefusal(
+        "multimodal",
+        lambda m: m.is_multimodal,
+        "image and audio inputs are not mirrored inside a block of ranks",
+    ),
+    ModelRefusal(
+        "encoder and decoder",
+        lambda m: m.is_encoder_decoder,
+        "cross attention is not covered by zigzag CP of a pool",
+    ),
+    ModelRefusal(
+        "embedding, reward, classification",
+        lambda m: not m.is_generation,
+        "CP prefill is proven for generation only",
+    ),
 )
 
 
@@ -189,7 +220,7 @@ def check_model(
     Raises:
         UnsupportedFeature: naming every reason.
     """
-    reasons = [f"{model.name}: {why}" for refused, why in _MODEL_CHECKS if refused(model)]
+    reasons = [f"{model.name}: {each.reason}" for each in MODEL_REFUSALS if each.applies(model)]
     reasons.extend(_backend_reasons(device, attention_backend, allow_unproven_gpu))
     if reasons:
         raise UnsupportedFeature(reasons)

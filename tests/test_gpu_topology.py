@@ -1,4 +1,4 @@
-"""GPUs and their connections, from what drivers of real machines have printed."""
+"""GPUs and their connections, from matrices in the forms that drivers print."""
 
 import logging
 from collections.abc import Sequence
