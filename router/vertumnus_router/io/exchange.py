@@ -30,6 +30,7 @@ from vertumnus_router.io.asgi import Headers, Receive, Send, respond, respond_er
 from vertumnus_router.io.control_loop import ControlLoop
 from vertumnus_router.io.engines import Engines
 from vertumnus_router.io.forwarding import (
+    addressed,
     engine_rid,
     engine_rids,
     paired_bodies,
@@ -72,6 +73,7 @@ class Exchange:
         request: Request,
         engine_items: int | None,
         merges_logprobs: bool,
+        streams: bool,
         arrived_s: float,
         target: bytes,
         body: bytes,
@@ -89,6 +91,8 @@ class Exchange:
         self.mailbox: Mailbox[Effect | Message | Arrived | LegFailed | Pulled | Gone] = Mailbox()
         self._engine_items = engine_items
         self._merges_logprobs = merges_logprobs
+        self._streams = streams
+        self._presumed: asyncio.TimerHandle | None = None
         self._arrived_s = arrived_s
         self._target = target
         self._body = body
@@ -130,6 +134,8 @@ class Exchange:
             await self._give_up()
         finally:
             watch.cancel()
+            if self._presumed is not None:
+                self._presumed.cancel()
             if not self._over:
                 self._cancel("stopped")
             self._control.disown(self.id)
@@ -223,6 +229,9 @@ class Exchange:
 
     def _attempt(self, dispatch: Dispatch) -> None:
         self._drop_call()
+        if self._presumed is not None:
+            self._presumed.cancel()
+            self._presumed = None
         self.dispatch = dispatch
         self._status, self._answer_headers, self._error_body = 0, [], b""
         self._prefilled = set()
@@ -244,11 +253,28 @@ class Exchange:
             self._failed(Failure.WORKER_LOST, f"pool {dispatch.pool} has left")
             return
         rid = engine_rid(self.id, dispatch.attempt)
-        headers = [*self._headers, *routing(dispatch.home.index, rid, self._client_id)]
+        plain = self._engines.plain(dispatch.pool)
+        if plain is None:
+            headers = [*self._headers, *routing(dispatch.home.index, rid, self._client_id)]
+        else:
+            headers = [*self._headers, (b"x-request-id", self._client_id)]
         if dispatch.pair is not None:
             self._attempt_pair(dispatch, dispatch.pair, front, headers, rid)
             return
-        self._call = front.send(front.post(self._target, headers, self._body), self.mailbox.put)
+        body = self._body
+        if plain is not None:
+            body = addressed(body, rid=rid, dp_rank=plain.dp_rank(dispatch.home.index))
+            if not self._streams:
+                self._presume_prefilled(dispatch)
+        self._call = front.send(front.post(self._target, headers, body), self.mailbox.put)
+
+    def _presume_prefilled(self, dispatch: Dispatch) -> None:
+        """Nobody will say when the prefill ends, and the first byte comes with the last: take the
+        prediction for it, or the reservation would stand for the decoding, too."""
+        chosen = dispatch.decision.chosen
+        due_s = chosen.queue_s + chosen.service_s
+        loop = asyncio.get_running_loop()
+        self._presumed = loop.call_later(due_s, self._feed_prefilled, dispatch)
 
     def _attempt_pair(
         self, dispatch: Dispatch, pair: Pairing, front: Front, headers: Headers, rid: str
@@ -260,13 +286,16 @@ class Exchange:
             cause = f"decode server {pair.decode} has left"
             self._failed(Failure.WORKER_LOST, cause, Leg.DECODE)
             return
+        plain = self._engines.plain(dispatch.pool)
+        home = dispatch.home.index
         prefill_body, decode_body = paired_bodies(
             self._body,
             host=front.host,
             port=port,
             room=pair.room,
-            home=dispatch.home.index,
+            dp_rank=home if plain is None else plain.dp_rank(home) or 0,
             rid=rid,
+            plain=plain is not None,
         )
         decode_headers = [*self._headers, (b"x-request-id", self._client_id)]
         rids = engine_rids(rid, self._engine_items)

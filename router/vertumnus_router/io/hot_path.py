@@ -105,6 +105,7 @@ class HotPath:
             request=request,
             engine_items=asked.engine_items,
             merges_logprobs=wants_prompt_logprobs(asked),
+            streams=bool(asked.fields.get("stream")),
             arrived_s=arrived_s,
             target=_target(endpoint, scope),
             body=body,
