@@ -46,6 +46,7 @@ class RouterConfig:
     ``decode_urls`` are the decode servers of what prefills only. ``profile`` is the name of
     a shipped profile or the path of a file. ``control_key`` is sent to the fronts as a bearer token
     with commands (aborts), and lets clients on other hosts give commands of operators.
+    ``prometheus`` is another address, host and port, to serve metrics at.
     ``tokenizer_path`` replaces the path that the pools name. ``ready_file`` is written once the
     router listens."""
 
@@ -58,6 +59,7 @@ class RouterConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     profile: str = DEFAULT_PROFILE
     control_key: str | None = None
+    prometheus: tuple[str, int] | None = None
     tokenizer_path: str | None = None
     ready_file: Path | None = None
     limits: Limits = field(default_factory=Limits)
@@ -70,6 +72,8 @@ class RouterConfig:
         check_urls("decode_urls", self.decode_urls, "decode server")
         every = (*self.pool_urls, *self.worker_urls, *prefills, *self.decode_urls)
         check_urls("pools, workers, prefill and decode servers", every, "server")
+        if self.prometheus is not None and not 0 <= self.prometheus[1] <= 65535:
+            raise ConfigError(f"prometheus port {self.prometheus[1]}: must be 0 to 65535")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port}: must be 0 (any free one) to 65535")
 

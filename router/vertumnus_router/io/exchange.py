@@ -64,6 +64,15 @@ class Pulled:
     dispatch: Dispatch
 
 
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A request that goes on as it came, to one server, since nobody here knows what it means.
+    Unless it is ``repeatable`` it is tried once."""
+
+    method: bytes
+    repeatable: bool
+
+
 class Exchange:
     """Owns one accepted request: ``run`` answers the client and returns when it is over."""
 
@@ -74,6 +83,7 @@ class Exchange:
         engine_items: int | None,
         merges_logprobs: bool,
         streams: bool,
+        opaque: Opaque | None = None,
         arrived_s: float,
         target: bytes,
         body: bytes,
@@ -92,6 +102,7 @@ class Exchange:
         self._engine_items = engine_items
         self._merges_logprobs = merges_logprobs
         self._streams = streams
+        self._opaque = opaque
         self._presumed: asyncio.TimerHandle | None = None
         self._arrived_s = arrived_s
         self._target = target
@@ -258,6 +269,10 @@ class Exchange:
             headers = [*self._headers, *routing(dispatch.home.index, rid, self._client_id)]
         else:
             headers = [*self._headers, (b"x-request-id", self._client_id)]
+        if self._opaque is not None:
+            post = front.post(self._target, headers, self._body, self._opaque.method)
+            self._call = front.send(post, self.mailbox.put)
+            return
         if dispatch.pair is not None:
             self._attempt_pair(dispatch, dispatch.pair, front, headers, rid)
             return
@@ -359,9 +374,9 @@ class Exchange:
         if self._is_event_stream:
             now = self._clock.now()
             self._metrics.first_byte(dispatch.decision.chosen, now - self._arrived_s)
-            if dispatch.pair is not None or dispatch.pull is not None:
-                handed_over = dispatch.pair is not None
-                split = self._marks.split(self._arrived_s, now, handed_over=handed_over)
+            paired = dispatch.pair is not None and self._opaque is None
+            if paired or dispatch.pull is not None:
+                split = self._marks.split(self._arrived_s, now, handed_over=paired)
                 self._metrics.ttft_split(split)
         if not self._prefilled:
             self._feed_prefilled(dispatch)
@@ -390,9 +405,9 @@ class Exchange:
         self._metrics.attempt_failed(failure.value)
         now = self.dispatch
         worker, attempt = (None, None) if now is None else (now.worker, now.attempt)
-        self._control.feed(
-            RequestFailed(self.id, failure, cause, self._streamed, worker, attempt, leg)
-        )
+        once = self._opaque is not None and not self._opaque.repeatable
+        final = self._streamed or (once and failure is not Failure.UNREACHABLE)
+        self._control.feed(RequestFailed(self.id, failure, cause, final, worker, attempt, leg))
 
     def _aborted(self, leg: Leg) -> None:
         """The worker or the decode server is lost: what they still might say is not wanted."""
@@ -440,6 +455,8 @@ class Exchange:
         call.abandon()
         if isinstance(call, Pair):
             return  # it tells both engines itself
+        if self._opaque is not None:
+            return  # the engine was not told an id
         rid = engine_rid(self.id, self.dispatch.attempt)
         self._engines.abort(self.dispatch.pool, engine_rids(rid, self._engine_items))
 

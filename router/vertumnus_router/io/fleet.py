@@ -83,6 +83,15 @@ class Fleet:
         self._clock = clock
         self._members: dict[str, _Member] = {}
 
+    def role(self, url: str) -> Role | None:
+        """What the server at ``url`` is followed as, None if it is not."""
+        member = self._members.get(url)
+        return None if member is None else member.role
+
+    def is_leaving(self, url: str) -> bool:
+        member = self._members.get(url)
+        return member is not None and member.leaving is not None
+
     def join(self, url: str, role: Role, bootstrap_port: int | None = None) -> bool:
         """Follow the server at ``url``; False if it is followed already. One that was leaving
         stays. ``bootstrap_port`` is where decode servers find one that prefills, if it does not say

@@ -139,6 +139,13 @@ class Router:
         """Let go of the server at ``url`` once its requests have ended, see ``Fleet.leave``."""
         return self._fleet.leave(url)
 
+    def role(self, url: str) -> Role | None:
+        """What the server at ``url`` is followed as, None if it is not."""
+        return self._fleet.role(url)
+
+    def is_leaving(self, url: str) -> bool:
+        return self._fleet.is_leaving(url)
+
     def _link(self, url: str, role: Role, bootstrap_port: int | None) -> Link:
         if role is Role.DECODE:
             decode = DecodeLink(

@@ -1,9 +1,7 @@
 """A server of plain SGLang without an engine: the HTTP surface that routers use, and KV events."""
 
 import asyncio
-import contextlib
 import itertools
-import json
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -42,6 +40,9 @@ class FakePlain:
         self.answer: Answer = stream
         self.answers: deque[Answer] = deque()
         self.ready = 200
+        #: of what is not about routing: whether it waits, and how it ends
+        self.other: asyncio.Event | None = None
+        self.status = 200
         self.starts = 0
         self._runner: web.AppRunner | None = None
         self._aborts: dict[str, asyncio.Event] = {}
@@ -201,9 +202,9 @@ class FakePlain:
         """Everything that is not about routing, by name."""
         body = await request.read()
         path = request.path
+        if path == "/vertumnus/pool":
+            return web.json_response({"detail": "Not Found"}, status=404)
         self.asked.append(f"{request.method} {path}")
-        with contextlib.suppress(ValueError):
-            body = json.loads(body)
         match path:
             case "/health" | "/health_generate":
                 return web.Response()
@@ -238,6 +239,9 @@ class FakePlain:
             case "/v1/detokenize" | "/detokenize":
                 return web.json_response({"text": "hello"})
             case "/v1/score" | "/echo":
-                return web.json_response({"method": request.method, "body": str(body)})
+                if self.other is not None:
+                    await self.other.wait()
+                said = {"method": request.method, "query": request.url.raw_query_string}
+                return web.json_response({**said, "body": body.decode()}, status=self.status)
             case _:
                 return web.json_response({"detail": "Not Found"}, status=404)
