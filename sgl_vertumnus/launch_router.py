@@ -24,6 +24,13 @@ from vertumnus_router.profiles import DEFAULT, shipped
 
 from sgl_vertumnus.controller_flags import add_controller_flags, controller_config
 from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config
+from sgl_vertumnus.server_flags import (
+    add_server_flags,
+    policy_name,
+    prefill_urls,
+    prometheus_address,
+    worker_urls,
+)
 
 _POLICY, _LIMITS = PolicyConfig(), Limits()
 
@@ -51,6 +58,8 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
     """The configuration that the options name. Raises ``ConfigError``."""
     return RouterConfig(
         pool_urls=options.pool_urls,
+        worker_urls=worker_urls(options),
+        prefill_urls=prefill_urls(options),
         decode_urls=tuple(options.decode),
         host=options.host,
         port=options.port,
@@ -71,6 +80,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
         ),
         profile=options.profile,
         control_key=options.control_key,
+        prometheus=prometheus_address(options),
         tokenizer_path=options.tokenizer_path,
         ready_file=options.ready_file,
         limits=Limits(
@@ -95,10 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--pool-urls",
         type=_urls,
-        required=True,
+        default=(),
         metavar="URL[,URL...]",
         help="the HTTP fronts of the pools, such as http://127.0.0.1:30000",
     )
+    add_server_flags(parser)
     add(
         "--decode",
         action="append",
@@ -116,7 +127,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer-path", help="directory of the model's tokenizer, if not as the pools say")
     policy = parser.add_argument_group("policy")
     add = policy.add_argument
-    add("--policy", choices=POLICIES, default=_POLICY.policy, help=f"({_POLICY.policy})")
+    add(
+        "--policy",
+        type=policy_name,
+        choices=POLICIES,
+        default=_POLICY.policy,
+        help=f"({_POLICY.policy})",
+    )
     add("--beta", type=float, default=_POLICY.beta, help=f"weight β ({_POLICY.beta})")
     add(
         "--lam",
@@ -171,7 +188,13 @@ def _parser() -> argparse.ArgumentParser:
     add_prefix_flags(parser)
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
-    add("--max-body-bytes", type=int, default=_LIMITS.body_bytes, help=f"({_LIMITS.body_bytes})")
+    add(
+        "--max-body-bytes",
+        "--max-payload-size",
+        type=int,
+        default=_LIMITS.body_bytes,
+        help=f"({_LIMITS.body_bytes})",
+    )
     add(
         "--tokenize-threads",
         type=int,

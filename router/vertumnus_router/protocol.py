@@ -109,6 +109,10 @@ class PoolDescription(msgspec.Struct, frozen=True, kw_only=True):
     kv_service: KvService | None = None
     device: str = ""
 
+    @property
+    def block_tokens(self) -> int:
+        return self.kv_events.block_tokens
+
 
 class Stages(msgspec.Struct, frozen=True, kw_only=True):
     """How long each part of a move took, milliseconds.

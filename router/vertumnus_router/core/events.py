@@ -42,6 +42,8 @@ class PoolJoined:
     prefill_only: bool = False
     #: bytes of KV of one token on one rank; 0: its ranks cannot copy prefixes
     kv_token_bytes: int = 0
+    #: a server of plain SGLang: it has no patches, is never moved, and reports no prefills
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

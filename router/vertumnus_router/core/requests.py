@@ -179,6 +179,10 @@ class RequestTable:
         entry.tried += (candidate.id,)
         self._assign(entry, candidate)
         self._ledger.reserve(entry.id, candidate.id, service_s, uncached_tokens, blocks)
+        if candidate.pool.plain:
+            # Nobody reports when it begins, and what has not begun does not age: let the worker
+            # work through its reservations at the speed that was predicted.
+            self._ledger.start(entry.id, now)
         if decode is not None:
             self._decodes.take(decode, entry.request.prompts)
             entry.decode = decode

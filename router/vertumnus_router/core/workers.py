@@ -225,6 +225,8 @@ def _refusal(
     fault = rules.degree_fault(block.degree)
     if fault is not None:
         return fault
+    if pool.plain:
+        return None
     expected, whose = rules.expected_manifest, "this router expects"
     if expected is None:
         live = {rank.report.manifest for rank in ranks if rank.report and rank.lost is None}

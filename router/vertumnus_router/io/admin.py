@@ -12,18 +12,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from vertumnus_router.core.effects import Decision
+from vertumnus_router.core.types import WorkerState
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.asgi import App, ClientGone, Receive, Scope, Send, read_body
 from vertumnus_router.io.client_request import endpoint_of, parse
-from vertumnus_router.io.composition import (
-    composition,
-    decode_contents,
-    reconfigure,
-    worker_content,
-)
+from vertumnus_router.io.composition import composition, reconfigure
+from vertumnus_router.io.every_server import ask_all, engine_metrics, flushed, loads
 from vertumnus_router.io.operators import require_operator
+from vertumnus_router.io.passthrough import Passthrough
 from vertumnus_router.io.prefixes import prefixes, reclaim, replicate
 from vertumnus_router.io.router import Router
+from vertumnus_router.io.servers import add_servers
 
 _JSON = "application/json"
 _PASS_TIMEOUT_S = 120.0
@@ -34,9 +33,8 @@ _FROM_A_FRONT = (
     "/model_info",
     "/get_model_info",
 )
-#: Commands of operators, sent to the front of every pool. SGLang's clients flush with either.
+#: Commands of operators, sent to the front of every pool.
 _TO_EVERY_FRONT = {
-    "/flush_cache": ["GET", "POST"],
     "/start_profile": ["POST"],
     "/stop_profile": ["POST"],
 }
@@ -68,7 +66,20 @@ def _admin(router: Router) -> FastAPI:
     @app.get("/ready")
     async def readiness() -> Response:
         reasons = router.not_ready()
-        return _json({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+        workers = router.core.workers(router.clock.now())
+        content = {
+            "status": "not ready" if reasons else "ready",
+            "ready": not reasons,
+            "reasons": reasons,
+            "healthy_workers": sum(worker.state is WorkerState.SERVING for worker in workers),
+            "total_workers": len(workers),
+        }
+        return _json(content, 503 if reasons else 200)
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        serves = router.core.is_ready() and not router.core.lacks_decode
+        return _json({"status": "ok" if serves else "no worker serves"}, 200 if serves else 503)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -82,28 +93,6 @@ def _admin(router: Router) -> FastAPI:
         if not cards:
             raise ApiError(503, "no_pool", "no pool has joined this router yet")
         return _json(cards[0])
-
-    @app.get("/workers")
-    async def workers() -> Response:
-        found = router.core.workers(router.clock.now())
-        return _json(
-            {
-                "workers": [
-                    *(worker_content(worker) for worker in found),
-                    *decode_contents(router),
-                ],
-                "queued": router.core.queued_count,
-                "pending": router.core.pending_count,
-                "pools": [
-                    {
-                        "url": pool.url,
-                        "pool": pool.description.pool_id if pool.description else None,
-                        "trouble": pool.trouble,
-                    }
-                    for pool in router.pools
-                ],
-            }
-        )
 
     @app.post("/explain")
     async def explain(request: Request) -> Response:
@@ -153,6 +142,28 @@ def _admin(router: Router) -> FastAPI:
     async def metrics() -> Response:
         return Response(router.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/get_loads")
+    async def get_loads() -> Response:
+        return _json(await loads(router))
+
+    @app.get("/engine_metrics")
+    async def metrics_of_engines() -> Response:
+        return Response(await engine_metrics(router), media_type=CONTENT_TYPE_LATEST)
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache(request: Request) -> Response:
+        require_operator(request, router.config.control_key)
+        _require_a_pool(router)
+        names = ("authorization", "content-type")
+        headers = {name: request.headers[name] for name in names if name in request.headers}
+        answers = await ask_all(
+            router, "POST", "/flush_cache", query=request.url.query, headers=headers
+        )
+        status, content = flushed(answers)
+        return _json(content, status)
+
+    add_servers(app, router)
+    app.router.default = Passthrough(router)
     for path in _FROM_A_FRONT:
         app.add_api_route(path, _from_a_front(router, path), methods=["GET"])
     for path, methods in _TO_EVERY_FRONT.items():
@@ -169,6 +180,11 @@ def _from_a_front(router: Router, path: str) -> Callable[[Request], Any]:
         return Response(body, status, media_type=content_type)
 
     return answer
+
+
+def _require_a_pool(router: Router) -> None:
+    if not any(pool.description for pool in router.pools):
+        raise ApiError(503, "no_pool", "no pool has joined this router yet")
 
 
 def _to_every_front(router: Router, path: str) -> Callable[[Request], Any]:

@@ -15,6 +15,7 @@ from vertumnus_router.core.types import PoolId
 from vertumnus_router.io.api_errors import ApiError, NotDone
 from vertumnus_router.io.decodes import DecodeLink
 from vertumnus_router.io.operators import require_operator
+from vertumnus_router.io.plain import PlainServer
 from vertumnus_router.io.pool import PoolLink
 from vertumnus_router.io.router import Router
 from vertumnus_router.io.verdicts import block_name, controller_content, move_content
@@ -120,13 +121,17 @@ def _pool(router: Router, name: str | None) -> PoolJoined:
     pools = {str(pool.pool): pool for pool in router.core.pools}
     if not pools:
         raise ApiError(503, "no_pool", "no pool has joined this router yet")
-    if name is None and len(pools) == 1:
-        return next(iter(pools.values()))
+    movable = [pool for pool in pools.values() if not pool.plain]
+    if name is None and len(movable) == 1:
+        return movable[0]
     known = ", ".join(sorted(pools))
     if name is None:
         raise ApiError(400, "which_pool", f"name one of the pools: {known}", param="pool")
     if name not in pools:
         raise ApiError(404, "pool_not_found", f"no pool {name!r}; there is {known}", param="pool")
+    if pools[name].plain:
+        reason = f"{name} is a server of plain SGLang, which keeps its composition for life"
+        raise ApiError(400, "plain_server", reason, param="pool")
     return pools[name]
 
 
@@ -180,8 +185,11 @@ def _stages(stages: Stages | None) -> dict[str, Any]:
 async def _describe(router: Router, link: PoolLink) -> dict[str, Any]:
     """One pool: what its ranks report, and its own memory of its last moves."""
     name = None if link.description is None else PoolId(link.description.pool_id)
+    told: PoolComposition | str | None
     if name is None:
-        told: PoolComposition | str | None = link.trouble
+        told = link.trouble
+    elif isinstance(link.description, PlainServer):
+        told = None
     else:
         told = await router.regrouping.describe(link.url)
     workers = [w for w in router.core.workers(router.clock.now()) if w.pool == name]

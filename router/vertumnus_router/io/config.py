@@ -41,28 +41,39 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """``decode_urls`` are the decode servers of pools that prefill only. ``profile`` is the name of
+    """``pool_urls`` must be pools; ``worker_urls`` may be servers of plain SGLang as well, and so
+    may ``prefill_urls``, each with its bootstrap port if it does not say it itself.
+    ``decode_urls`` are the decode servers of what prefills only. ``profile`` is the name of
     a shipped profile or the path of a file. ``control_key`` is sent to the fronts as a bearer token
     with commands (aborts), and lets clients on other hosts give commands of operators.
+    ``prometheus`` is another address, host and port, to serve metrics at.
     ``tokenizer_path`` replaces the path that the pools name. ``ready_file`` is written once the
     router listens."""
 
-    pool_urls: tuple[str, ...]
+    pool_urls: tuple[str, ...] = ()
+    worker_urls: tuple[str, ...] = ()
+    prefill_urls: tuple[tuple[str, int | None], ...] = ()
     decode_urls: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     profile: str = DEFAULT_PROFILE
     control_key: str | None = None
+    prometheus: tuple[str, int] | None = None
     tokenizer_path: str | None = None
     ready_file: Path | None = None
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if not self.pool_urls:
-            raise ConfigError("pool_urls: name at least one pool, such as http://127.0.0.1:30000")
+        prefills = tuple(url for url, _ in self.prefill_urls)
         check_urls("pool_urls", self.pool_urls, "pool")
+        check_urls("worker_urls", self.worker_urls, "worker")
+        check_urls("prefill_urls", prefills, "prefill server")
         check_urls("decode_urls", self.decode_urls, "decode server")
+        every = (*self.pool_urls, *self.worker_urls, *prefills, *self.decode_urls)
+        check_urls("pools, workers, prefill and decode servers", every, "server")
+        if self.prometheus is not None and not 0 <= self.prometheus[1] <= 65535:
+            raise ConfigError(f"prometheus port {self.prometheus[1]}: must be 0 to 65535")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port}: must be 0 (any free one) to 65535")
 

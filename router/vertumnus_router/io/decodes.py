@@ -47,10 +47,7 @@ class DecodeServer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def life(self) -> str:
-        """Differs from one start of the server to the next: how long its phases took in seconds,
-        and the seed, which is random unless it is set."""
-        told = msgspec.json.encode((self.startup_time, self.random_seed))
-        return hashlib.blake2b(told, digest_size=8).hexdigest()
+        return life_of(self.startup_time, self.random_seed)
 
     @property
     def max_requests(self) -> int | None:
@@ -58,6 +55,13 @@ class DecodeServer(msgspec.Struct, frozen=True, kw_only=True):
         limits = [state.effective_max_running_requests_per_dp for state in self.internal_states]
         known = [limit for limit in limits if limit is not None]
         return sum(known) if known else self.max_running_requests
+
+
+def life_of(startup_time: Any, random_seed: int | None) -> str:
+    """Differs from one start of a server to the next: how long its phases took in seconds, and the
+    seed, which is random unless it is set."""
+    told = msgspec.json.encode((startup_time, random_seed))
+    return hashlib.blake2b(told, digest_size=8).hexdigest()
 
 
 class DecodeLink:
@@ -216,10 +220,11 @@ class DecodeLink:
             return None if self.server is not None else "waiting for a pool to compare it with"
         if pool.prefill is None:
             return "the pools of this router decode themselves"
-        if server.page_size != pool.kv_events.block_tokens:
+        page_size = self._model.block_tokens
+        if page_size is not None and server.page_size != page_size:
             return (
                 f"its page size is {server.page_size}, that of the pools "
-                f"{pool.kv_events.block_tokens}: start both with the same --page-size"
+                f"{page_size}: start both with the same --page-size"
             )
         side = pool.prefill
         if side is not None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from vertumnus_router.core.types import DecodeId, PoolId, TransferId
+from vertumnus_router.io.plain import PlainServer
 from vertumnus_router.io.upstream import Front
 
 
@@ -12,6 +13,9 @@ class Engines(Protocol):
 
     def front(self, pool: PoolId) -> Front | None:
         """The front of a pool, None if it has left."""
+
+    def plain(self, pool: PoolId) -> PlainServer | None:
+        """The server of plain SGLang that the pool is, None for one that is none, or has left."""
 
     def suspect(self, pool: PoolId) -> None:
         """The front did not answer: look at once whether it is still there."""

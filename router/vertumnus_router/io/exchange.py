@@ -30,6 +30,7 @@ from vertumnus_router.io.asgi import Headers, Receive, Send, respond, respond_er
 from vertumnus_router.io.control_loop import ControlLoop
 from vertumnus_router.io.engines import Engines
 from vertumnus_router.io.forwarding import (
+    addressed,
     engine_rid,
     engine_rids,
     paired_bodies,
@@ -63,6 +64,15 @@ class Pulled:
     dispatch: Dispatch
 
 
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A request that goes on as it came, to one server, since nobody here knows what it means.
+    Unless it is ``repeatable`` it is tried once."""
+
+    method: bytes
+    repeatable: bool
+
+
 class Exchange:
     """Owns one accepted request: ``run`` answers the client and returns when it is over."""
 
@@ -72,6 +82,8 @@ class Exchange:
         request: Request,
         engine_items: int | None,
         merges_logprobs: bool,
+        streams: bool,
+        opaque: Opaque | None = None,
         arrived_s: float,
         target: bytes,
         body: bytes,
@@ -89,6 +101,9 @@ class Exchange:
         self.mailbox: Mailbox[Effect | Message | Arrived | LegFailed | Pulled | Gone] = Mailbox()
         self._engine_items = engine_items
         self._merges_logprobs = merges_logprobs
+        self._streams = streams
+        self._opaque = opaque
+        self._presumed: asyncio.TimerHandle | None = None
         self._arrived_s = arrived_s
         self._target = target
         self._body = body
@@ -130,6 +145,8 @@ class Exchange:
             await self._give_up()
         finally:
             watch.cancel()
+            if self._presumed is not None:
+                self._presumed.cancel()
             if not self._over:
                 self._cancel("stopped")
             self._control.disown(self.id)
@@ -223,6 +240,9 @@ class Exchange:
 
     def _attempt(self, dispatch: Dispatch) -> None:
         self._drop_call()
+        if self._presumed is not None:
+            self._presumed.cancel()
+            self._presumed = None
         self.dispatch = dispatch
         self._status, self._answer_headers, self._error_body = 0, [], b""
         self._prefilled = set()
@@ -244,11 +264,32 @@ class Exchange:
             self._failed(Failure.WORKER_LOST, f"pool {dispatch.pool} has left")
             return
         rid = engine_rid(self.id, dispatch.attempt)
-        headers = [*self._headers, *routing(dispatch.home.index, rid, self._client_id)]
+        plain = self._engines.plain(dispatch.pool)
+        if plain is None:
+            headers = [*self._headers, *routing(dispatch.home.index, rid, self._client_id)]
+        else:
+            headers = [*self._headers, (b"x-request-id", self._client_id)]
+        if self._opaque is not None:
+            post = front.post(self._target, headers, self._body, self._opaque.method)
+            self._call = front.send(post, self.mailbox.put)
+            return
         if dispatch.pair is not None:
             self._attempt_pair(dispatch, dispatch.pair, front, headers, rid)
             return
-        self._call = front.send(front.post(self._target, headers, self._body), self.mailbox.put)
+        body = self._body
+        if plain is not None:
+            body = addressed(body, rid=rid, dp_rank=plain.dp_rank(dispatch.home.index))
+            if not self._streams:
+                self._presume_prefilled(dispatch)
+        self._call = front.send(front.post(self._target, headers, body), self.mailbox.put)
+
+    def _presume_prefilled(self, dispatch: Dispatch) -> None:
+        """Nobody will say when the prefill ends, and the first byte comes with the last: take the
+        prediction for it, or the reservation would stand for the decoding, too."""
+        chosen = dispatch.decision.chosen
+        due_s = chosen.queue_s + chosen.service_s
+        loop = asyncio.get_running_loop()
+        self._presumed = loop.call_later(due_s, self._feed_prefilled, dispatch)
 
     def _attempt_pair(
         self, dispatch: Dispatch, pair: Pairing, front: Front, headers: Headers, rid: str
@@ -260,13 +301,16 @@ class Exchange:
             cause = f"decode server {pair.decode} has left"
             self._failed(Failure.WORKER_LOST, cause, Leg.DECODE)
             return
+        plain = self._engines.plain(dispatch.pool)
+        home = dispatch.home.index
         prefill_body, decode_body = paired_bodies(
             self._body,
             host=front.host,
             port=port,
             room=pair.room,
-            home=dispatch.home.index,
+            dp_rank=home if plain is None else plain.dp_rank(home) or 0,
             rid=rid,
+            plain=plain is not None,
         )
         decode_headers = [*self._headers, (b"x-request-id", self._client_id)]
         rids = engine_rids(rid, self._engine_items)
@@ -330,9 +374,9 @@ class Exchange:
         if self._is_event_stream:
             now = self._clock.now()
             self._metrics.first_byte(dispatch.decision.chosen, now - self._arrived_s)
-            if dispatch.pair is not None or dispatch.pull is not None:
-                handed_over = dispatch.pair is not None
-                split = self._marks.split(self._arrived_s, now, handed_over=handed_over)
+            paired = dispatch.pair is not None and self._opaque is None
+            if paired or dispatch.pull is not None:
+                split = self._marks.split(self._arrived_s, now, handed_over=paired)
                 self._metrics.ttft_split(split)
         if not self._prefilled:
             self._feed_prefilled(dispatch)
@@ -361,9 +405,9 @@ class Exchange:
         self._metrics.attempt_failed(failure.value)
         now = self.dispatch
         worker, attempt = (None, None) if now is None else (now.worker, now.attempt)
-        self._control.feed(
-            RequestFailed(self.id, failure, cause, self._streamed, worker, attempt, leg)
-        )
+        once = self._opaque is not None and not self._opaque.repeatable
+        final = self._streamed or (once and failure is not Failure.UNREACHABLE)
+        self._control.feed(RequestFailed(self.id, failure, cause, final, worker, attempt, leg))
 
     def _aborted(self, leg: Leg) -> None:
         """The worker or the decode server is lost: what they still might say is not wanted."""
@@ -411,6 +455,8 @@ class Exchange:
         call.abandon()
         if isinstance(call, Pair):
             return  # it tells both engines itself
+        if self._opaque is not None:
+            return  # the engine was not told an id
         rid = engine_rid(self.id, self.dispatch.attempt)
         self._engines.abort(self.dispatch.pool, engine_rids(rid, self._engine_items))
 

@@ -20,7 +20,12 @@ _CAUSE = "it was told to leave"
 class Role(Enum):
     """What a server is wanted for."""
 
+    #: a pool, or a server of plain SGLang
     WORKER = "worker"
+    #: a pool, and nothing else
+    POOL = "pool"
+    #: either kind, as long as it leaves the decoding to others
+    PREFILL = "prefill"
     DECODE = "decode"
 
 
@@ -67,7 +72,7 @@ class Fleet:
     def __init__(
         self,
         *,
-        make: Callable[[str, Role], Link],
+        make: Callable[[str, Role, int | None], Link],
         forget: Callable[[Link], None],
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
         clock: Clock,
@@ -78,14 +83,24 @@ class Fleet:
         self._clock = clock
         self._members: dict[str, _Member] = {}
 
-    def join(self, url: str, role: Role) -> bool:
+    def role(self, url: str) -> Role | None:
+        """What the server at ``url`` is followed as, None if it is not."""
+        member = self._members.get(url)
+        return None if member is None else member.role
+
+    def is_leaving(self, url: str) -> bool:
+        member = self._members.get(url)
+        return member is not None and member.leaving is not None
+
+    def join(self, url: str, role: Role, bootstrap_port: int | None = None) -> bool:
         """Follow the server at ``url``; False if it is followed already. One that was leaving
-        stays. ``ConfigError`` if that is no URL, ``AlreadyThere`` if it has another role."""
+        stays. ``bootstrap_port`` is where decode servers find one that prefills, if it does not say
+        so itself. ``ConfigError`` if that is no URL, ``AlreadyThere`` if it has another role."""
         check_urls("url", (url,), "server")
         url = url.rstrip("/")
         known = self._members.get(url)
         if known is None:
-            link = self._make(url, role)
+            link = self._make(url, role, bootstrap_port)
             self._members[url] = _Member(role, link, self._spawn(link.run()))
             return True
         if known.role is not role:

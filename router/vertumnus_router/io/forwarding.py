@@ -90,10 +90,24 @@ def routing(home: int, rid: str, request_id: bytes) -> Headers:
     ]
 
 
+def addressed(body: bytes, *, rid: str, dp_rank: int | None) -> bytes:
+    """The body for a server of plain SGLang, which takes id and rank from there only. What a
+    client wrote there does not count."""
+    return _with_fields(body, {"rid": rid, "routed_dp_rank": dp_rank, "data_parallel_rank": None})
+
+
 def paired_bodies(
-    body: bytes, *, host: str, port: int, room: int, home: int, rid: str
+    body: bytes,
+    *,
+    host: str,
+    port: int,
+    room: int,
+    dp_rank: int,
+    rid: str,
+    plain: bool = False,
 ) -> tuple[bytes, bytes]:
-    """The body for the prefill leg, and for the decode leg.
+    """The body for the prefill leg, and for the decode leg. ``dp_rank`` is that of the prefill; a
+    ``plain`` server is told in the body.
 
     Decode servers are plain SGLang, which takes all of this from the body only. What a client
     wrote there does not count.
@@ -102,11 +116,12 @@ def paired_bodies(
         "bootstrap_host": host,
         "bootstrap_port": port,
         "bootstrap_room": room,
-        "disagg_prefill_dp_rank": home,
+        "disagg_prefill_dp_rank": dp_rank,
         "rid": rid,
     }
     anywhere = {"routed_dp_rank": None, "data_parallel_rank": None}
-    return _with_fields(body, fields), _with_fields(body, fields | anywhere)
+    here = {"routed_dp_rank": dp_rank, "data_parallel_rank": None} if plain else {}
+    return _with_fields(body, fields | here), _with_fields(body, fields | anywhere)
 
 
 def _with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Iterable
+from urllib.parse import quote
 
 from vertumnus_router.clock import Clock
 from vertumnus_router.core.types import Request, RequestId
@@ -25,9 +26,10 @@ from vertumnus_router.io.client_request import (
 )
 from vertumnus_router.io.control_loop import ControlLoop
 from vertumnus_router.io.engines import Engines
-from vertumnus_router.io.exchange import Exchange
+from vertumnus_router.io.exchange import Exchange, Opaque
 from vertumnus_router.io.forwarding import request_key, to_front
 from vertumnus_router.io.metrics import RouterMetrics
+from vertumnus_router.io.prompt import BYTES_PER_TOKEN
 from vertumnus_router.io.served_model import ServedModel
 from vertumnus_router.io.tokenize import TokenizeService
 
@@ -39,6 +41,8 @@ _METHODS = {
     Endpoint.GENERATE: ("POST", "PUT"),
 }
 _CLIENT_ID_BYTES = 128
+#: What a path may contain besides letters, digits and ``_.-~`` (RFC 3986).
+_PATH_CHARS = "/:@!$&'()*+,;="
 
 
 class HotPath:
@@ -105,8 +109,9 @@ class HotPath:
             request=request,
             engine_items=asked.engine_items,
             merges_logprobs=wants_prompt_logprobs(asked),
+            streams=bool(asked.fields.get("stream")),
             arrived_s=arrived_s,
-            target=_target(endpoint, scope),
+            target=_target(endpoint.value, scope),
             body=body,
             headers=to_front(scope["headers"]),
             client_id=client_id,
@@ -118,6 +123,46 @@ class HotPath:
             send=send,
         )
         del body, asked  # the exchange drops the body once it cannot be needed again
+        key = request_key(request_id)
+        self._live[key] = exchange
+        try:
+            await exchange.run()
+        finally:
+            del self._live[key]
+
+    async def pass_on(
+        self, path: str, *, repeatable: bool, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Serve a request that the router does not understand, see ``Opaque``. ``ApiError``."""
+        arrived_s = self._clock.now()
+        request_id = self.new_id()
+        client_id = _client_id(scope, request_id)
+        if self.stopping:
+            raise ApiError(503, "stopping", "this router is stopping; try another one")
+        try:
+            body = await read_body(scope, receive, self._body_bytes)
+        except ClientGone:
+            return
+        tokens = max(1, len(body) // BYTES_PER_TOKEN)
+        exchange = Exchange(
+            request=Request(id=request_id, input_tokens=tokens, output_tokens=0, exact=False),
+            engine_items=None,
+            merges_logprobs=False,
+            streams=True,
+            opaque=Opaque(scope["method"].encode(), repeatable),
+            arrived_s=arrived_s,
+            target=_target(path, scope),
+            body=body,
+            headers=to_front(scope["headers"]),
+            client_id=client_id,
+            control=self._control,
+            engines=self._engines,
+            metrics=self._metrics,
+            clock=self._clock,
+            receive=receive,
+            send=send,
+        )
+        del body
         key = request_key(request_id)
         self._live[key] = exchange
         try:
@@ -151,7 +196,7 @@ def _client_id(scope: Scope, request_id: str) -> bytes:
     return given if given and len(given) <= _CLIENT_ID_BYTES else request_id.encode()
 
 
-def _target(endpoint: Endpoint, scope: Scope) -> bytes:
+def _target(path: str, scope: Scope) -> bytes:
     query: bytes = scope.get("query_string", b"")
-    path = endpoint.value.encode()
-    return path + b"?" + query if query else path
+    target = quote(path, safe=_PATH_CHARS).encode()
+    return target + b"?" + query if query else target

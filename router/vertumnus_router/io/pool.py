@@ -1,36 +1,41 @@
-"""The connection to one pool: find it, follow its ranks, notice when it goes and comes back."""
+"""The connection to one pool: find it, follow its ranks, notice when it goes and comes back.
+
+A server of plain SGLang is followed by the same means, see ``plain.py``.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from vertumnus_router import protocol
 from vertumnus_router.clock import Clock
 from vertumnus_router.core import events
+from vertumnus_router.core.events import Event
 from vertumnus_router.core.types import PoolId, Rank
 from vertumnus_router.io.control_loop import ControlLoop
 from vertumnus_router.io.event_stream import EventStream, StreamCounters
+from vertumnus_router.io.plain import PlainServer
 from vertumnus_router.io.rank_feed import RankFeed
 from vertumnus_router.io.reports import PrefillReport, ReportReader
 from vertumnus_router.io.served_model import ServedModel
+from vertumnus_router.io.server_probe import Found, Plain, ServerProbe
 from vertumnus_router.io.snapshots import Snapshots
 from vertumnus_router.io.sockets import Context, host_port, tcp_url
+from vertumnus_router.io.tokenize import NO_EVENTS_BLOCK_TOKENS
 from vertumnus_router.lattice import Block, CompositionError
 from vertumnus_router.protocol import (
     HEARTBEAT_S,
     Endpoint,
     PoolDescription,
-    ProtocolError,
     RankState,
 )
 
 log = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.1, 0.2, 0.5)
 #: Probes that may go unanswered in a row while no rank reports either.
 _MISSED_PROBES = 3
@@ -52,18 +57,19 @@ class PoolLink:
         clock: Clock,
         probe_s: float,
         snapshots: Snapshots,
-        on_joined: Callable[["PoolLink", PoolDescription], None],
-        on_left: Callable[["PoolLink", PoolDescription], None],
+        on_joined: Callable[["PoolLink", Found], None],
+        on_left: Callable[["PoolLink", Found], None],
         on_prefill: Callable[[PoolId, PrefillReport], None],
+        plain: Plain | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self.description: PoolDescription | None = None
+        self.description: Found | None = None
         self.trouble: str | None = "not reached yet"
         self.joins = 0
         self._host = urlsplit(self.url).hostname or ""
         self._control = control
         self._model = model
-        self._session = session
+        self._server = ServerProbe(self.url, session, plain)
         self._context = context
         self._clock = clock
         self._probe_s = probe_s
@@ -73,7 +79,7 @@ class PoolLink:
         self._on_prefill = on_prefill
         self._feeds: list[RankFeed] = []
         self._reports: ReportReader | None = None
-        self._lives: dict[int, str] = {}  # incarnations of the ranks that report
+        self._lives: dict[int, str] = {}  # incarnations of the ranks that report, by feed
         self._past = StreamCounters()
         self._suspected = asyncio.Event()
 
@@ -107,7 +113,7 @@ class PoolLink:
     # -- fleet.Link ----------------------------------------------------------------------------
 
     @property
-    def visit(self) -> PoolDescription | None:
+    def visit(self) -> Found | None:
         return self.description
 
     @property
@@ -135,43 +141,23 @@ class PoolLink:
 
     # -- finding and losing the front ----------------------------------------------------------
 
-    async def _find(self) -> PoolDescription:
+    async def _find(self) -> Found:
         attempt = 0
         while True:
-            found = await self._describe()
-            if isinstance(found, PoolDescription):
+            found = await self._server.describe()
+            if isinstance(found, str):
+                trouble: str | None = found
+            else:
                 trouble = self._model.misfit(found)
                 if trouble is None:
                     return found
-            else:
-                trouble = found
             if trouble != self.trouble:
                 log.warning("pool at %s: %s", self.url, trouble)
             self.trouble = trouble
             await self._clock.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
             attempt += 1
 
-    async def _describe(self) -> PoolDescription | str:
-        """The pool's description, or why there is none."""
-        try:
-            async with self._session.get(
-                f"{self.url}/vertumnus/pool",
-                timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S),
-            ) as answer:
-                body = await answer.read()
-                if answer.status == 503:
-                    return f"not ready: {body[:200].decode('utf-8', 'replace').strip()}"
-                if answer.status != 200:
-                    return f"GET /vertumnus/pool answers {answer.status}: is this a pool?"
-            return protocol.decode_description(body)
-        except ProtocolError as exc:
-            return str(exc)
-        except aiohttp.ClientConnectorError as exc:
-            return f"cannot connect: {exc.strerror or exc}"
-        except (TimeoutError, aiohttp.ClientError, OSError) as exc:
-            return f"no answer: {type(exc).__name__} {exc}".rstrip()
-
-    async def _follow(self, joined: PoolDescription) -> str:
+    async def _follow(self, joined: Found) -> str:
         """Watch the pool until it is gone; why it is."""
         next_probe_s = self._clock.now() + self._probe_s
         missed = 0
@@ -183,8 +169,8 @@ class PoolLink:
                 continue
             self._suspected.clear()
             next_probe_s = self._clock.now() + self._probe_s
-            found = await self._describe()
-            if isinstance(found, PoolDescription):
+            found = await self._server.look(joined, closely=suspected or missed > 0)
+            if not isinstance(found, str):
                 missed = 0
                 if found != joined:
                     return "the pool was started again with another description"
@@ -211,12 +197,62 @@ class PoolLink:
 
     # -- joining and leaving ---------------------------------------------------------------------
 
-    def _join(self, pool: PoolDescription) -> None:
-        loop = asyncio.get_running_loop()
-        self.description, self.trouble = pool, None
+    def _join(self, found: Found) -> None:
+        self.description, self.trouble = found, None
         self.joins += 1
         self._suspected.clear()
-        self._model.joined(pool)
+        self._model.joined(found)
+        if isinstance(found, PoolDescription):
+            self._join_pool(found)
+        else:
+            self._join_plain(found)
+        log.info("%s at %s joined: %d rank(s)", found.pool_id, self.url, found.pool_size)
+        self._on_joined(self, found)
+        if isinstance(found, PlainServer):
+            # The connections first: the control plane may send a request at once.
+            self._control.feed_all(found.reports())
+            for feed in self._feeds:
+                feed.start()
+
+    def _join_plain(self, server: PlainServer) -> None:
+        block_tokens = self._model.block_tokens or NO_EVENTS_BLOCK_TOKENS
+        self._control.feed(server.joined(block_tokens))
+        described = server.kv_events
+        if described is None:
+            log.warning(
+                "%s publishes no KV events that can be used, so nothing is known of what it has "
+                "cached: start it with --kv-events-config",
+                self.url,
+            )
+            return
+        publish = Endpoint(port_base=described.endpoint_port_base, host=described.endpoint_host)
+        replay = described.replay_endpoint_port_base
+        for dp_rank, block in enumerate(server.blocks):
+            stream = EventStream(Rank(PoolId(server.pool_id), block.leader), described.block_size)
+            self._lives[dp_rank] = server.life
+            self._feeds.append(
+                RankFeed(
+                    loop=asyncio.get_running_loop(),
+                    context=self._context,
+                    stream=stream,
+                    topic=described.topic.encode(),
+                    publish_url=self._url_of(publish, dp_rank),
+                    replay_url=None
+                    if replay is None
+                    else self._url_of(Endpoint(port_base=replay, host=publish.host), dp_rank),
+                    on_events=partial(self._on_plain_events, server, dp_rank),
+                    # Plain SGLang cannot publish its blocks again: the news have to do.
+                    on_incomplete=stream.forgo,
+                )
+            )
+
+    def _on_plain_events(
+        self, server: PlainServer, dp_rank: int, of_leader: Iterable[Event]
+    ) -> None:
+        self._control.feed_all(server.on_all_ranks(dp_rank, of_leader))
+
+    def _join_pool(self, pool: PoolDescription) -> None:
+        loop = asyncio.get_running_loop()
         name = PoolId(pool.pool_id)
         self._control.feed(
             events.PoolJoined(
@@ -241,8 +277,6 @@ class PoolLink:
             clock=self._clock,
             listener=self,
         )
-        log.info("pool %s at %s joined: %d rank(s)", pool.pool_id, self.url, pool.pool_size)
-        self._on_joined(self, pool)
 
     def _feed(self, loop: asyncio.AbstractEventLoop, pool: PoolDescription, rank: int) -> RankFeed:
         stream = EventStream(Rank(PoolId(pool.pool_id), rank), pool.kv_events.block_tokens)

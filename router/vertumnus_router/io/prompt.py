@@ -19,7 +19,7 @@ from vertumnus_router.io.hashing import block_hashes
 from vertumnus_router.io.tokenizer_files import ModelTokenizer
 
 #: Rough size of a token, for prompts that are not tokenised.
-_BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4
 #: Arguments of ``apply_chat_template`` that are not variables of the template.
 _NOT_VARIABLES = frozenset(
     (
@@ -59,7 +59,7 @@ class Prompt:
 def estimate(request: ClientRequest, reason: str) -> Prompt:
     """A guess from the size of the body, for prompts that cannot be tokenised (in time)."""
     ids = request.fields.get("input_ids")
-    tokens = len(ids) if isinstance(ids, list) else request.body_bytes // _BYTES_PER_TOKEN
+    tokens = len(ids) if isinstance(ids, list) else request.body_bytes // BYTES_PER_TOKEN
     return Prompt(max(tokens, 1), (), exact=False, reason=reason)
 
 

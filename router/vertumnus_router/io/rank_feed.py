@@ -20,7 +20,8 @@ _PROBE_AFTER_S = 30.0
 class RankFeed:
     """Feeds ``on_events`` with the index events of one rank, in order.
 
-    The subscription is opened before anything is replayed, so that nothing falls between.
+    The subscription is opened before anything is replayed, so that nothing falls between. Without
+    a ``replay_url`` what was missed is given up at once.
     ``on_incomplete`` is called again and again while the stream is.
     """
 
@@ -32,7 +33,7 @@ class RankFeed:
         stream: EventStream,
         topic: bytes,
         publish_url: str,
-        replay_url: str,
+        replay_url: str | None,
         on_events: Callable[[Iterable[Event]], None],
         on_incomplete: Callable[[], None],
     ) -> None:
@@ -125,6 +126,9 @@ class RankFeed:
 
     def _ask_if_wanted(self) -> None:
         if self.stream.replay_from is None or self._replay is not None:
+            return
+        if self._replay_url is None:
+            self._emit(self.stream.replay_failed())  # and so on, until the stream asks no more
             return
         # A new socket has a new identity: no answer to an earlier question can reach it.
         self._replay = SocketReader(

@@ -24,10 +24,12 @@ from vertumnus_router.io.forwarding import attempt_of
 from vertumnus_router.io.hot_path import HotPath
 from vertumnus_router.io.live_metrics import live_samples
 from vertumnus_router.io.metrics import RouterMetrics
+from vertumnus_router.io.plain import PlainServer
 from vertumnus_router.io.pool import PoolLink
 from vertumnus_router.io.regrouping import Regrouping
 from vertumnus_router.io.reports import PrefillReport
 from vertumnus_router.io.served_model import ServedModel
+from vertumnus_router.io.server_probe import Found, Plain
 from vertumnus_router.io.snapshots import Snapshots
 from vertumnus_router.io.sockets import Context
 from vertumnus_router.io.tokenize import TokenizeService
@@ -117,21 +119,34 @@ class Router:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         self.spawn(self.control.tick())
         for url in self.config.pool_urls:
+            self.join(url, Role.POOL)
+        for url in self.config.worker_urls:
             self.join(url)
+        for url, port in self.config.prefill_urls:
+            self.join(url, Role.PREFILL, bootstrap_port=port)
         for url in self.config.decode_urls:
             self.join(url, Role.DECODE)
 
-    def join(self, url: str, role: Role = Role.WORKER) -> bool:
+    def join(
+        self, url: str, role: Role = Role.WORKER, *, bootstrap_port: int | None = None
+    ) -> bool:
         """Follow the server at ``url`` from now on, see ``Fleet.join``. Only between ``start`` and
         ``close``; it takes requests once it has been found and fits, see ``trouble`` of its link.
         """
-        return self._fleet.join(url, role)
+        return self._fleet.join(url, role, bootstrap_port)
 
     def leave(self, url: str) -> bool:
         """Let go of the server at ``url`` once its requests have ended, see ``Fleet.leave``."""
         return self._fleet.leave(url)
 
-    def _link(self, url: str, role: Role) -> Link:
+    def role(self, url: str) -> Role | None:
+        """What the server at ``url`` is followed as, None if it is not."""
+        return self._fleet.role(url)
+
+    def is_leaving(self, url: str) -> bool:
+        return self._fleet.is_leaving(url)
+
+    def _link(self, url: str, role: Role, bootstrap_port: int | None) -> Link:
         if role is Role.DECODE:
             decode = DecodeLink(
                 url=url,
@@ -160,6 +175,9 @@ class Router:
             on_joined=self._on_joined,
             on_left=self._on_left,
             on_prefill=self._on_prefill,
+            plain=None
+            if role is Role.POOL
+            else Plain(self.key_header(), role is Role.PREFILL, bootstrap_port),
         )
         self.pools.append(pool)
         return pool
@@ -250,15 +268,16 @@ class Router:
 
     # -- pools -----------------------------------------------------------------------------------
 
-    def _on_joined(self, link: PoolLink, pool: PoolDescription) -> None:
+    def _on_joined(self, link: PoolLink, pool: Found) -> None:
         if self._first_join_s is None:
             self._first_join_s = self.clock.now()
         front = Front(link.url, asyncio.get_running_loop(), connect_s=self.config.limits.connect_s)
         self._fronts[PoolId(pool.pool_id)] = front, link
         self.spawn(self.tokenizer.load(pool, self.config.tokenizer_path))
-        self.spawn(self.regrouping.learn(PoolId(pool.pool_id)))
+        if isinstance(pool, PoolDescription):
+            self.spawn(self.regrouping.learn(PoolId(pool.pool_id)))
 
-    def _on_left(self, link: PoolLink, pool: PoolDescription) -> None:
+    def _on_left(self, link: PoolLink, pool: Found) -> None:
         gone = self._fronts.pop(PoolId(pool.pool_id), None)
         if gone is not None:
             gone[0].close()
@@ -299,6 +318,11 @@ class Router:
     def front(self, pool: PoolId) -> Front | None:
         found = self._fronts.get(pool)
         return None if found is None else found[0]
+
+    def plain(self, pool: PoolId) -> PlainServer | None:
+        found = self._fronts.get(pool)
+        description = None if found is None else found[1].description
+        return description if isinstance(description, PlainServer) else None
 
     def front_url(self, pool: PoolId) -> str | None:
         found = self.front(pool)

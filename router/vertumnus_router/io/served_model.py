@@ -1,14 +1,34 @@
 """The one model that this router serves, as its pools describe it."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from vertumnus_router.core.profile import Profile
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.client_request import ClientRequest
-from vertumnus_router.protocol import PoolDescription
+from vertumnus_router.protocol import ModelInfo, PrefillSide
 
 #: What SGLang takes a request without a model for.
 _ANY = (None, "", "default")
+
+
+class Served(Protocol):
+    """What a pool, or a server of plain SGLang, says of itself that concerns the model. Without
+    KV events there are no blocks, ``block_tokens`` is None."""
+
+    @property
+    def pool_id(self) -> str: ...
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def block_tokens(self) -> int | None: ...
+
+    @property
+    def prefill(self) -> PrefillSide | None: ...
+
+    @property
+    def device(self) -> str: ...
 
 
 class ServedModel:
@@ -19,10 +39,10 @@ class ServedModel:
     def __init__(self, *, paired: bool = False, profile: Profile | None = None) -> None:
         self.paired = paired
         self._profile = profile
-        self._pools: dict[str, PoolDescription] = {}
+        self._pools: dict[str, Served] = {}
 
     @property
-    def description(self) -> PoolDescription | None:
+    def description(self) -> Served | None:
         """Of the pool that has been here longest."""
         return next(iter(self._pools.values()), None)
 
@@ -31,7 +51,13 @@ class ServedModel:
         """Whether the pools that are here leave the decoding to others."""
         return self.description is not None and self.description.prefill is not None
 
-    def misfit(self, pool: PoolDescription) -> str | None:
+    @property
+    def block_tokens(self) -> int | None:
+        """The size of the blocks that KV events tell of; None while nobody publishes any."""
+        sizes = (pool.block_tokens for pool in self._pools.values())
+        return next((size for size in sizes if size is not None), None)
+
+    def misfit(self, pool: Served) -> str | None:
         """Why ``pool`` cannot join the pools that are here, or None."""
         if self.paired and pool.prefill is None:
             return (
@@ -56,18 +82,18 @@ class ServedModel:
             )
         pairs = (
             ("model", mine.model.served_name, pool.model.served_name),
-            ("block size", mine.kv_events.block_tokens, pool.kv_events.block_tokens),
+            ("block size", self.block_tokens, pool.block_tokens),
             ("tokenizer", mine.model.tokenizer_path, pool.model.tokenizer_path),
         )
         for what, ours, theirs in pairs:
-            if ours != theirs:
+            if ours != theirs and None not in (ours, theirs):
                 return (
                     f"pool {pool.pool_id} has {what} {theirs!r}, the pools of this router have "
                     f"{ours!r}: one router serves one model"
                 )
         return None
 
-    def joined(self, pool: PoolDescription) -> None:
+    def joined(self, pool: Served) -> None:
         self._pools[pool.pool_id] = pool
 
     def left(self, pool_id: str) -> None:

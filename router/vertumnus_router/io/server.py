@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 import uvicorn
 import uvloop
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from vertumnus_router.clock import WallClock
 from vertumnus_router.io.admin import build_app
+from vertumnus_router.io.asgi import Receive, Scope, Send, respond
 from vertumnus_router.io.config import RouterConfig
 from vertumnus_router.io.router import Router
 
@@ -46,13 +48,16 @@ def run_router(config: RouterConfig) -> None:
     """
     router = Router(config, WallClock())
     listener = listen(config.host, config.port)
+    metrics = None if config.prometheus is None else listen(*config.prometheus)
     _raise_file_limit()
     print(f"router configuration:\n{_indent(config.describe())}", flush=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_until_signalled(router, listener))
+        runner.run(_serve_until_signalled(router, listener, metrics))
 
 
-async def _serve_until_signalled(router: Router, listener: socket.socket) -> None:
+async def _serve_until_signalled(
+    router: Router, listener: socket.socket, metrics: socket.socket | None
+) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -64,14 +69,18 @@ async def _serve_until_signalled(router: Router, listener: socket.socket) -> Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await serve(router, listener, stop, hurry)
+    await serve(router, listener, stop, hurry, metrics)
 
 
 async def serve(
-    router: Router, listener: socket.socket, stop: asyncio.Event, hurry: asyncio.Event
+    router: Router,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    metrics: socket.socket | None = None,
 ) -> None:
     """Serve on ``listener`` until ``stop``, then until the streams have ended, their time is
-    up, or ``hurry``. The router is closed on return."""
+    up, or ``hurry``; metrics on ``metrics`` all the while. The router is closed on return."""
     config = router.config
     server = _Server(
         uvicorn.Config(
@@ -100,6 +109,10 @@ async def serve(
         server.force_exit = True
 
     await router.start()
+    over = asyncio.Event()
+    scraped = None
+    if metrics is not None:
+        scraped = asyncio.create_task(serve_metrics(router, metrics, over))
     watching = asyncio.create_task(watch())
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -107,7 +120,26 @@ async def serve(
         await serving
     finally:
         watching.cancel()
+        over.set()
+        if scraped is not None:
+            await scraped
         await router.close()
+
+
+async def serve_metrics(router: Router, listener: socket.socket, over: asyncio.Event) -> None:
+    """Serve the metrics, and nothing else, until ``over``."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found = scope["path"] in ("/", "/metrics")
+        body = router.metrics.exposition() if found else b"the metrics are at /metrics\n"
+        kind = CONTENT_TYPE_LATEST if found else "text/plain"
+        await respond(send, 200 if found else 404, body, [], kind.encode())
+
+    config = uvicorn.Config(
+        app, http="httptools", lifespan="off", log_config=None, access_log=False, ws="none"
+    )
+    log.info("metrics on port %d", listener.getsockname()[1])
+    await _Server(config, over).serve(sockets=[listener])
 
 
 def _announce(config: RouterConfig, listener: socket.socket) -> None:

@@ -6,8 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from vertumnus_router.io.client_request import ClientRequest
 from vertumnus_router.io.prompt import Prompt, PromptRules, estimate, tokenise
+from vertumnus_router.io.served_model import Served
 from vertumnus_router.io.tokenizer_files import ModelTokenizer, TokenizerError, load
-from vertumnus_router.protocol import PoolDescription
+
+#: Prompts are hashed in blocks of this size while nobody publishes KV events. Nothing is found by
+#: the hashes then but prefixes that are being computed.
+NO_EVENTS_BLOCK_TOKENS = 64
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +31,12 @@ class TokenizeService:
         #: whether loading has come to an end, good or bad
         self.settled = False
 
-    async def load(self, pool: PoolDescription, path: str | None) -> None:
+    async def load(self, pool: Served, path: str | None) -> None:
         """Load the tokenizer of the pool's model, from ``path`` if given. Without a usable one
         every prompt is an estimate."""
         self._rules = PromptRules(
             served_name=pool.model.served_name,
-            block_tokens=pool.kv_events.block_tokens,
+            block_tokens=pool.block_tokens or self._block_tokens(),
             context_tokens=pool.model.context_tokens,
         )
         source = path or pool.model.tokenizer_path, pool.model.chat_template
@@ -49,6 +53,10 @@ class TokenizeService:
                 log.warning("chat prompts are estimated: %s", model.no_chat)
             self._model = model
         self.settled = True
+
+    def _block_tokens(self) -> int:
+        """Of who publishes no KV events: as the others, if there are any."""
+        return NO_EVENTS_BLOCK_TOKENS if self._rules is None else self._rules.block_tokens
 
     async def prompt(self, request: ClientRequest) -> Prompt:
         """The prompt, exact if that was possible in time."""

@@ -129,9 +129,15 @@ class Front:
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
 
-    def post(self, path: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> "Post":
+    def post(
+        self,
+        path: bytes,
+        headers: Iterable[tuple[bytes, bytes]],
+        body: bytes,
+        method: bytes = b"POST",
+    ) -> "Post":
         """A request ready to be sent; ``headers`` come without host and content-length."""
-        head = [b"POST ", self._path, path, b" HTTP/1.1\r\nhost: ", self._authority]
+        head = [method, b" ", self._path, path, b" HTTP/1.1\r\nhost: ", self._authority]
         for name, value in headers:
             head += (b"\r\n", name, b": ", value)
         head += (b"\r\ncontent-length: ", str(len(body)).encode(), b"\r\n\r\n")

@@ -56,6 +56,10 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["--pool-urls", "http://a", "--beta", "0"], 2, "beta 0.0: must be above 0"),
         (["--pool-urls", "http://a", "--port", "70000"], 2, "port 70000"),
         (["--pool-urls", "http://a", "--policy", "random"], 2, "paper"),
+        (["--pool-urls", "http://a", "--policy", "cache_aware"], 2, "leave --policy out"),
+        (["--worker-urls", "http://a", "--pd-disaggregation"], 2, "with --decode URL"),
+        (["--prefill", "http://a", "9x"], 2, "a URL and its bootstrap port, or none"),
+        (["--worker-urls", "http://a", "--pool-urls", "http://a"], 2, "a server is named twice"),
         (["--pool-urls", "http://a", "--controller", "auto"], 2, "observe"),
         (["--pool-urls", "http://a", "--controller-window-s", "0"], 2, "controller.window_s 0.0"),
         (["--pool-urls", "http://a", "--max-body-bytes", "0"], 2, "body_bytes"),
@@ -75,6 +79,27 @@ def test_its_defaults_are_those_of_the_configuration() -> None:
     policy = PolicyConfig(expected_manifest=manifest(ALL_PATCHES))
     expected = RouterConfig(pool_urls=("http://a",), policy=policy)
     assert launch_router.router_config(options) == expected
+
+
+def test_servers_are_named_as_for_sglang_router() -> None:
+    flags = "--worker-urls http://a:1 http://b:1 --pd-disaggregation --prefill http://c:1 9000"
+    flags += " --prefill http://d:1 none --prefill http://e:1 --decode http://f:1"
+    flags += " --prometheus-port 29000 --max-payload-size 1000"
+    config = launch_router.router_config(launch_router._parser().parse_args(flags.split()))
+    assert config.worker_urls == ("http://a:1", "http://b:1")
+    assert config.prefill_urls == (
+        ("http://c:1", 9000),
+        ("http://d:1", None),
+        ("http://e:1", None),
+    )
+    assert config.decode_urls == ("http://f:1",)
+    assert config.prometheus == ("127.0.0.1", 29000)
+    assert config.limits.body_bytes == 1000
+
+
+def test_it_may_start_without_a_server() -> None:
+    options = launch_router._parser().parse_args(["--worker-urls"])
+    assert launch_router.router_config(options).worker_urls == ()
 
 
 def test_a_pool_passes_its_decode_servers_on_to_its_router() -> None:

@@ -249,7 +249,7 @@ def test_a_front_that_hangs_while_its_ranks_report_stays() -> None:
             async def unanswered() -> str:
                 return "no answer: TimeoutError"
 
-            link._describe = unanswered  # type: ignore[method-assign]
+            link._server.describe = unanswered  # type: ignore[method-assign]
             await asyncio.sleep(1.5)
             assert link.description is not None
             pool.beating = False
