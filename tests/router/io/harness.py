@@ -17,11 +17,11 @@ from vertumnus_router.io.server import listen, serve
 LIMIT_S = 20.0
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    """Run a scenario to its end, at most ``LIMIT_S``."""
+def run(scenario: Coroutine[Any, Any, None], limit_s: float = LIMIT_S) -> None:
+    """Run a scenario to its end, at most ``limit_s``."""
 
     async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(limit_s):
             await scenario
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
