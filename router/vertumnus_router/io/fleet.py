@@ -103,7 +103,8 @@ class Fleet:
             link = self._make(url, role, bootstrap_port)
             self._members[url] = _Member(role, link, self._spawn(link.run()))
             return True
-        if known.role is not role:
+        is_pool = known.role is Role.POOL and known.link.visit is not None
+        if known.role is not role and not (is_pool and role is Role.WORKER):
             raise AlreadyThere(f"{url} is here as {known.role.value}: let it leave first")
         if known.leaving is None:
             return False

@@ -115,6 +115,7 @@ def test_what_is_no_url_is_refused() -> None:
     async def scenario() -> None:
         pool = FakePool(1)
         async with pools(pool), running(pool.url) as it:
+            await it.ready()
             with pytest.raises(ConfigError, match="is not an http"):
                 it.router.join("10.0.0.1:30000")
             assert not it.router.join(pool.url), "it is here already"

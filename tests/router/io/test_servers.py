@@ -69,10 +69,11 @@ def test_what_cannot_join_is_refused() -> None:
                 ({"url": "http://a", "worker_type": "other"}, 422),
                 ({"url": "a:1"}, 400),
                 ({"url": "http://a", "api_key": "k"}, 400),
-                ({"url": pool.url}, 409),
+                ({"url": pool.url, "worker_type": "decode"}, 409),
             ):
                 await ask(it, "POST", "/workers", status, json=body)
             await ask(it, "POST", "/workers", 400, data=b"{")
+            await ask(it, "POST", "/workers", 202, json={"url": pool.url})  # it is here
             one = await ask(it, "DELETE", "/workers/fake/0x1", 409)
             assert "one of 2 workers" in one["error"]["message"]
             for method, path in (("POST", ""), ("PUT", "/fake"), ("DELETE", "/fake")):
