@@ -87,6 +87,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
             body_bytes=options.max_body_bytes,
             tokenize_threads=options.tokenize_threads,
             tokenize_s=options.tokenize_timeout_s,
+            tokenize_cache_mib=options.tokenize_cache_mib,
             warm_s=options.warm_timeout_s,
             stop_s=options.stop_timeout_s,
             pull_s=options.pull_timeout_s,
@@ -206,6 +207,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=_LIMITS.tokenize_s,
         help=f"then a prompt's length is estimated ({_LIMITS.tokenize_s:g})",
+    )
+    add(
+        "--tokenize-cache-mib",
+        type=int,
+        default=_LIMITS.tokenize_cache_mib,
+        help="memory for the beginnings of prompts, so that the next turn of a conversation costs "
+        f"its new tokens only ({_LIMITS.tokenize_cache_mib})",
     )
     add(
         "--warm-timeout-s",

@@ -17,7 +17,8 @@ _SECRET = frozenset(("control_key",))
 class Limits:
     """Sizes in bytes and tokens, times in seconds.
 
-    ``tokenize_s``: after that a prompt is estimated. ``warm_s``: how long readiness waits for
+    ``tokenize_s``: after that a prompt is estimated. ``tokenize_cache_mib``: for what is known of
+    the beginnings of prompts. ``warm_s``: how long readiness waits for
     the prefix index of pools that have joined. ``stop_s``: how long streams may go on after
     SIGTERM. ``probe_s``: how often a pool's front is asked whether it lives; decode servers are
     asked every second, or as often. ``pull_s``: how long a request waits for the copy of cached
@@ -27,6 +28,7 @@ class Limits:
     body_bytes: int = 64 * 1024 * 1024
     tokenize_threads: int = 2
     tokenize_s: float = 2.0
+    tokenize_cache_mib: int = 128
     connect_s: float = 5.0
     warm_s: float = 30.0
     stop_s: float = 30.0

@@ -20,6 +20,10 @@ def live_samples(router: "Router") -> Iterator[Sample]:
     yield "vertumnus_requests_pending", (), core.pending_count
     yield "vertumnus_index_nodes", (), core.index_nodes
     yield "vertumnus_index_forgotten_blocks_total", (), core.index_forgotten
+    prompts = router.tokenizer.cache
+    yield "vertumnus_tokenize_cache_bytes", (), prompts.size_bytes
+    yield "vertumnus_tokenize_reused_bytes_total", (), prompts.reused_bytes
+    yield "vertumnus_tokenize_worked_bytes_total", (), prompts.worked_bytes
     yield "vertumnus_ready", (), float(not router.not_ready())
     yield "vertumnus_requests_moved_total", (), core.requests_moved
     for joined in core.pools:

@@ -86,7 +86,9 @@ class Router:
         self._fleet = Fleet(make=self._link, forget=self._forget, spawn=self._begin, clock=clock)
         limits = config.limits
         self.tokenizer = TokenizeService(
-            threads=limits.tokenize_threads, deadline_s=limits.tokenize_s
+            threads=limits.tokenize_threads,
+            deadline_s=limits.tokenize_s,
+            cache_bytes=limits.tokenize_cache_mib * 2**20,
         )
         self.hot = HotPath(
             control=self.control,
