@@ -19,6 +19,7 @@ from vertumnus_router.io.client_request import Endpoint
 from vertumnus_router.io.config import RouterConfig
 from vertumnus_router.io.control_loop import ControlLoop, Order
 from vertumnus_router.io.decodes import DecodeLink
+from vertumnus_router.io.discovery.sources import sources
 from vertumnus_router.io.fleet import Fleet, Link, Role
 from vertumnus_router.io.forwarding import attempt_of
 from vertumnus_router.io.hot_path import HotPath
@@ -100,6 +101,7 @@ class Router:
             body_bytes=limits.body_bytes,
             source=random.Random(),
         )
+        self.discovery = sources(config.discovery, self, clock, random.Random())
         self._fronts: dict[PoolId, tuple[Front, PoolLink]] = {}
         self._decode_fronts: dict[DecodeId, tuple[Front, DecodeLink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -128,6 +130,8 @@ class Router:
             self.join(url, Role.PREFILL, bootstrap_port=port)
         for url in self.config.decode_urls:
             self.join(url, Role.DECODE)
+        for source in self.discovery:
+            self.spawn(source.run())
 
     def join(
         self, url: str, role: Role = Role.WORKER, *, bootstrap_port: int | None = None
@@ -224,7 +228,8 @@ class Router:
         """
         if self.hot.stopping:
             return ["the router is stopping"]
-        reasons = [f"pool at {pool.url}: {pool.trouble}" for pool in self.pools if pool.trouble]
+        reasons = [f"{one.name}: {one.trouble}" for one in self.discovery if one.trouble]
+        reasons += [f"pool at {pool.url}: {pool.trouble}" for pool in self.pools if pool.trouble]
         if any(pool.description for pool in self.pools):
             reasons = []
         if not self.core.is_ready():
