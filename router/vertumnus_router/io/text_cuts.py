@@ -10,15 +10,15 @@ stands at the very beginning of a text differently (Metaspace, ``prepend_scheme:
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 #: Cuts are at least this far apart: a part costs about as much to look up as so much to encode.
-PART_CHARS = 2048
+PART_CHARS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """``mark`` is the token that the text before it ends with, "" at the beginning."""
 
     mark: str
