@@ -228,7 +228,11 @@ class Router:
         """
         if self.hot.stopping:
             return ["the router is stopping"]
-        reasons = [f"{one.name}: {one.trouble}" for one in self.discovery if one.trouble]
+        reasons = [
+            f"{one.name}: {one.trouble or 'names no server'}"
+            for one in self.discovery
+            if one.trouble or not any(following.urls for following in one.following)
+        ]
         reasons += [f"pool at {pool.url}: {pool.trouble}" for pool in self.pools if pool.trouble]
         if any(pool.description for pool in self.pools):
             reasons = []

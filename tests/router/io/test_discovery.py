@@ -162,6 +162,8 @@ def test_a_router_follows_its_file(tmp_path: Path) -> None:
         path = tmp_path / "servers"
         async with pools(old, new), running(discovery=(FileDiscovery(path),)) as it:
             await until(lambda: "No such file" in str(it.router.not_ready()), "says so")
+            path.write_text("")
+            await until(lambda: "names no server" in str(it.router.not_ready()), "says so")
             path.write_text(old.url)
             await it.ready()
             path.write_text(new.url)
