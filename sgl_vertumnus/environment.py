@@ -59,6 +59,12 @@ def forces_mooncake() -> bool:
     return asked == "mooncake"
 
 
+def kubernetes_api() -> tuple[str, str] | None:
+    """Host and port of the API server, as Kubernetes tells every pod; None elsewhere."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    return (host, os.environ.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")) if host else None
+
+
 def hide_gpus() -> None:
     """From this process and its future children, whatever the machine's default is."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -23,6 +23,7 @@ from vertumnus_router.io.config import DEFAULT_PORT, Limits, RouterConfig
 from vertumnus_router.profiles import DEFAULT, shipped
 
 from sgl_vertumnus.controller_flags import add_controller_flags, controller_config
+from sgl_vertumnus.discovery_flags import add_discovery_flags, discovery_config
 from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config
 from sgl_vertumnus.server_flags import (
     add_server_flags,
@@ -61,6 +62,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
         worker_urls=worker_urls(options),
         prefill_urls=prefill_urls(options),
         decode_urls=tuple(options.decode),
+        discovery=discovery_config(options),
         host=options.host,
         port=options.port,
         policy=PolicyConfig(
@@ -87,6 +89,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
             body_bytes=options.max_body_bytes,
             tokenize_threads=options.tokenize_threads,
             tokenize_s=options.tokenize_timeout_s,
+            tokenize_cache_mib=options.tokenize_cache_mib,
             warm_s=options.warm_timeout_s,
             stop_s=options.stop_timeout_s,
             pull_s=options.pull_timeout_s,
@@ -184,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         help="refuse ranks that run other patches than this digest (default: this "
         "installation's, %(default)s)",
     )
+    add_discovery_flags(parser)
     add_controller_flags(parser)
     add_prefix_flags(parser)
     limits = parser.add_argument_group("limits")
@@ -206,6 +210,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=_LIMITS.tokenize_s,
         help=f"then a prompt's length is estimated ({_LIMITS.tokenize_s:g})",
+    )
+    add(
+        "--tokenize-cache-mib",
+        type=int,
+        default=_LIMITS.tokenize_cache_mib,
+        help="memory for the beginnings of prompts, so that the next turn of a conversation costs "
+        f"its new tokens only ({_LIMITS.tokenize_cache_mib})",
     )
     add(
         "--warm-timeout-s",

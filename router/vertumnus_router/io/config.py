@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vertumnus_router.core.config import ConfigError, PolicyConfig
+from vertumnus_router.io.discovery.config import Discovery
 from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
 
 DEFAULT_PORT = 30080
@@ -17,7 +18,8 @@ _SECRET = frozenset(("control_key",))
 class Limits:
     """Sizes in bytes and tokens, times in seconds.
 
-    ``tokenize_s``: after that a prompt is estimated. ``warm_s``: how long readiness waits for
+    ``tokenize_s``: after that a prompt is estimated. ``tokenize_cache_mib``: for what is known of
+    the beginnings of prompts. ``warm_s``: how long readiness waits for
     the prefix index of pools that have joined. ``stop_s``: how long streams may go on after
     SIGTERM. ``probe_s``: how often a pool's front is asked whether it lives; decode servers are
     asked every second, or as often. ``pull_s``: how long a request waits for the copy of cached
@@ -27,6 +29,7 @@ class Limits:
     body_bytes: int = 64 * 1024 * 1024
     tokenize_threads: int = 2
     tokenize_s: float = 2.0
+    tokenize_cache_mib: int = 128
     connect_s: float = 5.0
     warm_s: float = 30.0
     stop_s: float = 30.0
@@ -43,8 +46,8 @@ class Limits:
 class RouterConfig:
     """``pool_urls`` must be pools; ``worker_urls`` may be servers of plain SGLang as well, and so
     may ``prefill_urls``, each with its bootstrap port if it does not say it itself.
-    ``decode_urls`` are the decode servers of what prefills only. ``profile`` is the name of
-    a shipped profile or the path of a file. ``control_key`` is sent to the fronts as a bearer token
+    ``decode_urls`` are the decode servers of what prefills only. ``discovery`` finds more of all
+    these. ``profile`` is the name of a shipped profile or the path of a file. ``control_key`` is sent to the fronts as a bearer token
     with commands (aborts), and lets clients on other hosts give commands of operators.
     ``prometheus`` is another address, host and port, to serve metrics at.
     ``tokenizer_path`` replaces the path that the pools name. ``ready_file`` is written once the
@@ -54,6 +57,7 @@ class RouterConfig:
     worker_urls: tuple[str, ...] = ()
     prefill_urls: tuple[tuple[str, int | None], ...] = ()
     decode_urls: tuple[str, ...] = ()
+    discovery: tuple[Discovery, ...] = ()
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -85,11 +89,19 @@ class RouterConfig:
 def check_urls(name: str, urls: tuple[str, ...], what: str) -> None:
     """``ConfigError`` unless they are URLs of different servers."""
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_url(url):
             raise ConfigError(f"{name}: {url!r} is not an http:// or https:// URL")
     if len({url.rstrip("/") for url in urls}) != len(urls):
         raise ConfigError(f"{name}: a {what} is named twice")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018 - raises for what is no number, and for what is behind a space
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and " " not in text
 
 
 def _lines(value: Any, prefix: str) -> list[str]:

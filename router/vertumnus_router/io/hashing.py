@@ -11,11 +11,72 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vertumnus_router.core.types import BlockHash
 
 _SALT_TAG = b"sglang-cache-salt-v1\0"
 _NAMESPACE_TAG = b"sglang-kv-event-namespace-v1"
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChain:
+    """Where the chain stands after some tokens: all that it takes to go on from there.
+
+    ``seed`` is that of the namespace, None outside of any. ``digest`` is of the last full block,
+    ``tail`` the words of the block that is not full yet. ``tokens`` counts all so far.
+    """
+
+    block_tokens: int
+    seed: bytes | None
+    digest: bytes
+    tail: bytes = b""
+    tokens: int = 0
+
+    @classmethod
+    def start(
+        cls, block_tokens: int, *, extra_key: str | None = None, cache_salt: str | None = None
+    ) -> "BlockChain":
+        """The chain of no tokens."""
+        named = extra_key is not None or cache_salt is not None
+        return cls(
+            block_tokens=block_tokens,
+            seed=_namespace_seed(extra_key, cache_salt) if named else None,
+            digest=b"" if cache_salt is None else _sha256(_SALT_TAG + cache_salt.encode()),
+        )
+
+    def extend(self, words: bytes) -> tuple["BlockChain", tuple[BlockHash, ...]]:
+        """The chain after more tokens, and the hashes of the blocks that they fill up."""
+        pages = memoryview(self.tail + words)
+        page_bytes = _WORD_BYTES * self.block_tokens
+        digest, digests, full = self.digest, [], 0
+        for end in range(page_bytes, len(pages) + 1, page_bytes):
+            digest = _sha256(digest + pages[full:end])
+            digests.append(digest)
+            full = end
+        if self.seed is not None:
+            digests = [_sha256(self.seed + one[:8]) for one in digests]
+        longer = BlockChain(
+            self.block_tokens,
+            self.seed,
+            digest,
+            bytes(pages[full:]),
+            self.tokens + len(words) // _WORD_BYTES,
+        )
+        hashes = (int.from_bytes(one[:8], "big", signed=True) for one in digests)
+        return longer, tuple(BlockHash(one) for one in hashes)
+
+
+def words_of(token_ids: Sequence[int]) -> bytes:
+    """The ids as u32 little-endian. Raises ``OverflowError`` or ``TypeError`` for an id that is no
+    unsigned 32-bit integer."""
+    words = array("I", token_ids)
+    if words.itemsize != _WORD_BYTES:  # pragma: no cover - no supported platform
+        raise TypeError("array('I') does not hold 32-bit words here")
+    if sys.byteorder == "big":  # pragma: no cover
+        words.byteswap()
+    return words.tobytes()
 
 
 def block_hashes(
@@ -25,26 +86,10 @@ def block_hashes(
     extra_key: str | None = None,
     cache_salt: str | None = None,
 ) -> tuple[BlockHash, ...]:
-    """The hashes of the full blocks of ``token_ids``, first to last.
-
-    Raises ``OverflowError`` or ``TypeError`` for an id that is no unsigned 32-bit integer.
-    """
-    words = array("I", token_ids)
-    if words.itemsize != 4:  # pragma: no cover - no supported platform
-        raise TypeError("array('I') does not hold 32-bit words here")
-    if sys.byteorder == "big":  # pragma: no cover
-        words.byteswap()
-    pages = memoryview(words).cast("B")
-    page_bytes = 4 * block_tokens
-    digest = b"" if cache_salt is None else _sha256(_SALT_TAG + cache_salt.encode())
-    digests: list[bytes] = []
-    for end in range(page_bytes, len(pages) + 1, page_bytes):
-        digest = _sha256(digest + pages[end - page_bytes : end])
-        digests.append(digest)
-    if extra_key is not None or cache_salt is not None:
-        seed = _namespace_seed(extra_key, cache_salt)
-        digests = [_sha256(seed + one[:8]) for one in digests]
-    return tuple(BlockHash(int.from_bytes(one[:8], "big", signed=True)) for one in digests)
+    """The hashes of the full blocks of ``token_ids``, first to last; raises what ``words_of``
+    does."""
+    chain = BlockChain.start(block_tokens, extra_key=extra_key, cache_salt=cache_salt)
+    return chain.extend(words_of(token_ids))[1]
 
 
 def _namespace_seed(*parts: str | None) -> bytes:

@@ -20,6 +20,10 @@ def live_samples(router: "Router") -> Iterator[Sample]:
     yield "vertumnus_requests_pending", (), core.pending_count
     yield "vertumnus_index_nodes", (), core.index_nodes
     yield "vertumnus_index_forgotten_blocks_total", (), core.index_forgotten
+    prompts = router.tokenizer.cache
+    yield "vertumnus_tokenize_cache_bytes", (), prompts.size_bytes
+    yield "vertumnus_tokenize_reused_bytes_total", (), prompts.reused_bytes
+    yield "vertumnus_tokenize_worked_bytes_total", (), prompts.worked_bytes
     yield "vertumnus_ready", (), float(not router.not_ready())
     yield "vertumnus_requests_moved_total", (), core.requests_moved
     for joined in core.pools:
@@ -44,6 +48,11 @@ def live_samples(router: "Router") -> Iterator[Sample]:
         yield "vertumnus_decode_room_limit", where, terms.limit
     for link in router.decodes:
         yield "vertumnus_decode_up", (("decode", link.url),), float(link.server is not None)
+    for source in router.discovery:
+        where = (("source", source.name),)
+        yield "vertumnus_discovery_up", where, float(source.trouble is None)
+        yield "vertumnus_discovery_holds", where, float(any(f.holds for f in source.following))
+        yield "vertumnus_discovery_servers", where, sum(len(f.urls) for f in source.following)
     for pool in router.pools:
         where = (("pool", pool.url),)
         yield "vertumnus_pool_up", where, float(pool.description is not None)

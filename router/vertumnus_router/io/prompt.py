@@ -15,7 +15,9 @@ from vertumnus_router.io.chat_messages import (
 )
 from vertumnus_router.io.chat_template import ChatTemplate, TemplateError
 from vertumnus_router.io.client_request import ClientRequest, Endpoint
-from vertumnus_router.io.hashing import block_hashes
+from vertumnus_router.io.hashing import BlockChain, words_of
+from vertumnus_router.io.prefix_cache import PrefixCache
+from vertumnus_router.io.text_cuts import TextCuts
 from vertumnus_router.io.tokenizer_files import ModelTokenizer
 
 #: Rough size of a token, for prompts that are not tokenised.
@@ -40,6 +42,8 @@ _NOT_VARIABLES = frozenset(
         "truncation",
     )
 )
+#: How much of a prompt that comes as ids makes one part for the cache: 4096 tokens.
+_PART_BYTES = 4 * 4096
 _NAMESPACE_FIELDS = ("extra_key", "cache_salt")
 _MEDIA_FIELDS = ("image_data", "video_data", "audio_data")
 
@@ -72,39 +76,84 @@ class PromptRules:
     context_tokens: int
 
 
-def tokenise(request: ClientRequest, model: ModelTokenizer, rules: PromptRules) -> Prompt:
-    """Count and hash the prompt. Pure and slow (about 1 MB of text a second): run it off the
-    event loop. Falls back to ``estimate`` for whatever it cannot reproduce exactly."""
+def tokenise(
+    request: ClientRequest,
+    model: ModelTokenizer,
+    rules: PromptRules,
+    cache: PrefixCache | None = None,
+) -> Prompt:
+    """Count and hash the prompt. Slow (about 1 MB of text a second) but for what ``cache`` knows of
+    its beginning: run it off the event loop. ``cache`` is of this ``model`` alone, and does not
+    change what is found. Falls back to ``estimate`` for whatever cannot be reproduced exactly."""
     try:
         if request.engine_items is not None:
             raise NotReproducible("batch")
         text = _text(request, model)
-        if isinstance(text, _Text):
-            limit = model.most_chars_per_token
-            if limit is not None and len(text.content) > rules.context_tokens * limit:
-                # Too long however it is split; counting exactly would take seconds.
-                return Prompt(len(text.content) // limit, (), exact=True, reason="over_long")
-            ids: list[int] = model.tokenizer.encode(
-                text.content, add_special_tokens=text.special
-            ).ids
-            if text.continued:
-                ids += _continuation(text.continued, model)
-        else:
-            ids = text
+        least = _least_tokens(text, model)
+        if least > rules.context_tokens:
+            # Too long however it is split; counting exactly would take seconds.
+            return Prompt(least, (), exact=True, reason="over_long")
         reason = _not_ours(request, rules.served_name)
-        if reason is not None:
-            return Prompt(len(ids), (), exact=True, reason=reason)
-        blocks = block_hashes(
-            ids,
+        named = request.fields if reason is None else {}
+        start = BlockChain.start(
             rules.block_tokens,
-            extra_key=request.fields.get("extra_key") or None,
-            cache_salt=request.fields.get("cache_salt") or None,
+            extra_key=named.get("extra_key") or None,
+            cache_salt=named.get("cache_salt") or None,
         )
-        return Prompt(len(ids), blocks, exact=True)
+        cache = cache or PrefixCache(0)
+        if isinstance(text, _Text):
+            tokens, blocks = _text_blocks(text, start, model, cache)
+        else:
+            tokens, blocks = _id_blocks(text, start, cache)
+        return Prompt(tokens, blocks if reason is None else (), exact=True, reason=reason)
     except NotReproducible as exc:
         return estimate(request, exc.reason)
     except (OverflowError, TypeError):
         return estimate(request, "invalid")
+
+
+def _least_tokens(text: "_Text | list[int]", model: ModelTokenizer) -> int:
+    limit = model.most_chars_per_token
+    if limit is None or not isinstance(text, _Text):
+        return 0
+    return -(-len(text.content) // limit)
+
+
+def _id_blocks(
+    ids: list[int], start: BlockChain, cache: PrefixCache
+) -> tuple[int, tuple[BlockHash, ...]]:
+    words = words_of(ids)
+    parts = [words[at : at + _PART_BYTES] for at in range(0, len(words), _PART_BYTES)]
+    chain, blocks = cache.extend("ids", start, parts, lambda known: parts[known:])
+    return chain.tokens, blocks
+
+
+def _text_blocks(
+    text: "_Text", start: BlockChain, model: ModelTokenizer, cache: PrefixCache
+) -> tuple[int, tuple[BlockHash, ...]]:
+    """Number of tokens and blocks of a text, and of what is encoded behind it on its own."""
+    continued = words_of(_continuation(text.continued, model) if text.continued else ())
+    if model.cuts is None:
+        ids = model.encode(text.content, special=text.special)
+        chain, blocks = start.extend(words_of(ids) + continued)
+        return chain.tokens, blocks
+    before, behind = map(words_of, model.cuts.around(text.special))
+    chain, first = start.extend(before)
+    chain, blocks = _cut_blocks(text.content, chain, model.cuts, cache)
+    chain, last = chain.extend(behind + continued)
+    return chain.tokens, first + blocks + last
+
+
+def _cut_blocks(
+    text: str, start: BlockChain, cuts: TextCuts, cache: PrefixCache
+) -> tuple[BlockChain, tuple[BlockHash, ...]]:
+    parts = cuts.split(text)
+    return cache.extend(
+        "text",
+        start,
+        [part.text.encode() for part in parts],
+        lambda known: [words_of(ids) for ids in cuts.encode(parts[known:])],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +241,7 @@ def _variables(fields: Mapping[str, Any], template: ChatTemplate) -> Json:
 
 def _continuation(text: str, model: ModelTokenizer) -> list[int]:
     """``_append_assistant_prefix_to_prompt_ids``: encoded on its own, without a leading BOS."""
-    ids: list[int] = model.tokenizer.encode(text).ids
+    ids = model.encode(text, special=True)
     return ids[1:] if ids and ids[0] == model.bos_id else ids
 
 

@@ -19,6 +19,7 @@ from vertumnus_router.io.client_request import Endpoint
 from vertumnus_router.io.config import RouterConfig
 from vertumnus_router.io.control_loop import ControlLoop, Order
 from vertumnus_router.io.decodes import DecodeLink
+from vertumnus_router.io.discovery.sources import sources
 from vertumnus_router.io.fleet import Fleet, Link, Role
 from vertumnus_router.io.forwarding import attempt_of
 from vertumnus_router.io.hot_path import HotPath
@@ -86,7 +87,9 @@ class Router:
         self._fleet = Fleet(make=self._link, forget=self._forget, spawn=self._begin, clock=clock)
         limits = config.limits
         self.tokenizer = TokenizeService(
-            threads=limits.tokenize_threads, deadline_s=limits.tokenize_s
+            threads=limits.tokenize_threads,
+            deadline_s=limits.tokenize_s,
+            cache_bytes=limits.tokenize_cache_mib * 2**20,
         )
         self.hot = HotPath(
             control=self.control,
@@ -98,6 +101,7 @@ class Router:
             body_bytes=limits.body_bytes,
             source=random.Random(),
         )
+        self.discovery = sources(config.discovery, self, clock, random.Random())
         self._fronts: dict[PoolId, tuple[Front, PoolLink]] = {}
         self._decode_fronts: dict[DecodeId, tuple[Front, DecodeLink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -126,6 +130,8 @@ class Router:
             self.join(url, Role.PREFILL, bootstrap_port=port)
         for url in self.config.decode_urls:
             self.join(url, Role.DECODE)
+        for source in self.discovery:
+            self.spawn(source.run())
 
     def join(
         self, url: str, role: Role = Role.WORKER, *, bootstrap_port: int | None = None
@@ -222,7 +228,12 @@ class Router:
         """
         if self.hot.stopping:
             return ["the router is stopping"]
-        reasons = [f"pool at {pool.url}: {pool.trouble}" for pool in self.pools if pool.trouble]
+        reasons = [
+            f"{one.name}: {one.trouble or 'names no server'}"
+            for one in self.discovery
+            if one.trouble or not any(following.urls for following in one.following)
+        ]
+        reasons += [f"pool at {pool.url}: {pool.trouble}" for pool in self.pools if pool.trouble]
         if any(pool.description for pool in self.pools):
             reasons = []
         if not self.core.is_ready():

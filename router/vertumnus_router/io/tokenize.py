@@ -5,6 +5,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from vertumnus_router.io.client_request import ClientRequest
+from vertumnus_router.io.prefix_cache import PrefixCache
 from vertumnus_router.io.prompt import Prompt, PromptRules, estimate, tokenise
 from vertumnus_router.io.served_model import Served
 from vertumnus_router.io.tokenizer_files import ModelTokenizer, TokenizerError, load
@@ -19,12 +20,16 @@ log = logging.getLogger(__name__)
 class TokenizeService:
     """Turns requests into prompts on a few threads; a prompt that is late is estimated.
 
-    The tokenizers library releases the interpreter lock while it encodes.
+    What is found of its beginning is kept, also when it was late, in ``cache_bytes`` at most: the
+    next turn of a conversation costs its new tokens only.
     """
 
-    def __init__(self, *, threads: int, deadline_s: float) -> None:
+    def __init__(self, *, threads: int, deadline_s: float, cache_bytes: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._deadline_s = deadline_s
+        self._cache_bytes = cache_bytes
+        #: of the model that is loaded
+        self.cache = PrefixCache(cache_bytes)
         self._source: tuple[str, str | None] | None = None
         self._model: ModelTokenizer | None = None
         self._rules: PromptRules | None = None
@@ -34,7 +39,7 @@ class TokenizeService:
     async def load(self, pool: Served, path: str | None) -> None:
         """Load the tokenizer of the pool's model, from ``path`` if given. Without a usable one
         every prompt is an estimate."""
-        self._rules = PromptRules(
+        rules = self._rules = PromptRules(
             served_name=pool.model.served_name,
             block_tokens=pool.block_tokens or self._block_tokens(),
             context_tokens=pool.model.context_tokens,
@@ -51,12 +56,16 @@ class TokenizeService:
         else:
             if model.no_chat is not None:
                 log.warning("chat prompts are estimated: %s", model.no_chat)
-            self._model = model
+            self.use(model, self._rules or rules)
         self.settled = True
 
     def _block_tokens(self) -> int:
         """Of who publishes no KV events: as the others, if there are any."""
         return NO_EVENTS_BLOCK_TOKENS if self._rules is None else self._rules.block_tokens
+
+    def use(self, model: ModelTokenizer, rules: PromptRules) -> None:
+        """Tokenise with ``model`` from now on; what was known of prompts is not of that one."""
+        self._model, self._rules, self.cache = model, rules, PrefixCache(self._cache_bytes)
 
     async def prompt(self, request: ClientRequest) -> Prompt:
         """The prompt, exact if that was possible in time."""
@@ -66,7 +75,9 @@ class TokenizeService:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await loop.run_in_executor(self._pool, tokenise, request, model, rules)
+                return await loop.run_in_executor(
+                    self._pool, tokenise, request, model, rules, self.cache
+                )
         except TimeoutError:
             return estimate(request, "deadline")
         except Exception:  # a request must not fail for what only placement wants to know

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from vertumnus_router.io.chat_template import ChatTemplate, TemplateError
+from vertumnus_router.io.text_cuts import TextCuts
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ModelTokenizer:
     ``chat_adds_special`` tells whether a rendered chat prompt is encoded with special tokens;
     SGLang turns them off exactly when the tokenizer would add some.
     ``most_chars_per_token`` bounds how much text one token can stand for; None if unknown.
+    ``cuts`` is None when a text has to be encoded in one piece.
     """
 
     tokenizer: Tokenizer
@@ -64,6 +66,13 @@ class ModelTokenizer:
     chat_adds_special: bool
     bos_id: int | None
     most_chars_per_token: int | None
+    cuts: TextCuts | None
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """The ids of a text. Unlike ``Tokenizer.encode``, a batch lets go of the interpreter lock:
+        a long text would stop the event loop for as long as it takes."""
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return ids
 
 
 def load(path: str, chat_template: str | None) -> ModelTokenizer:
@@ -95,6 +104,7 @@ def load(path: str, chat_template: str | None) -> ModelTokenizer:
         chat_adds_special=not tokenizer.encode("").ids,
         bos_id=bos_id,
         most_chars_per_token=_most_chars_per_token(tokenizer),
+        cuts=TextCuts.of(tokenizer),
     )
 
 

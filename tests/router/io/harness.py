@@ -98,7 +98,7 @@ async def running(
     serving = asyncio.create_task(serve(router, listener, stop, hurry))
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as client:
-        await until(lambda: router.pools, "started")
+        await until(lambda: router.pools or config.discovery, "started")
         try:
             yield Running(router, url, client, stop)
         finally:

@@ -332,7 +332,18 @@ def test_rendering_equals_transformers(name: str, tmp_path: Path) -> None:
     assert compared >= 10
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
-    escape = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {})
-    with pytest.raises(Exception, match=r"unsafe"):
-        escape.render([], None, {})
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''['__class__'].mro() }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{% for m in [1] %}{{ loop.__class__.__mro__[1].__subclasses__() }}{% endfor %}",
+        "{% for m in [1] %}{{ loop._iterator.append(1) }}{% endfor %}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_a_template_cannot_reach_out_of_its_sandbox(source: str) -> None:
+    with pytest.raises(Exception, match=r"unsafe|not safely callable"):
+        print(ChatTemplate(source, {}).render([], None, {}))
