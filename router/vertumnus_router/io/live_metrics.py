@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING
 
 from vertumnus_router.core.effects import Cause
 from vertumnus_router.core.snapshot import PrefixesSnapshot
+from vertumnus_router.core.types import BreakerState
 from vertumnus_router.io.metrics import Sample
 from vertumnus_router.io.verdicts import controller_samples
 
 if TYPE_CHECKING:
     from vertumnus_router.io.router import Router
+
+
+#: As sglang-router numbers them.
+_BREAKER = {BreakerState.CLOSED: 0, BreakerState.OPEN: 1, BreakerState.HALF_OPEN: 2}
 
 
 def live_samples(router: "Router") -> Iterator[Sample]:
@@ -22,6 +27,9 @@ def live_samples(router: "Router") -> Iterator[Sample]:
     yield "vertumnus_index_forgotten_blocks_total", (), core.index_forgotten
     yield "vertumnus_ready", (), float(not router.not_ready())
     yield "vertumnus_requests_moved_total", (), core.requests_moved
+    yield "vertumnus_retries_refused_total", (), core.retries_refused
+    yield "vertumnus_breakers_opened_total", (), core.breakers_opened
+    yield "vertumnus_breakers_overridden_total", (), core.breakers_overridden
     for joined in core.pools:
         yield "vertumnus_pool_epoch", (("pool", str(joined.pool)),), core.epoch(joined.pool)
     if core.controller is not None:
@@ -33,6 +41,7 @@ def live_samples(router: "Router") -> Iterator[Sample]:
         yield "vertumnus_workers", (("degree", degree), ("state", state)), count
     for worker in workers:
         labels = (("worker", str(worker.id)), ("degree", str(worker.degree)))
+        yield "vertumnus_worker_breaker_state", labels, _BREAKER[worker.breaker]
         yield "vertumnus_worker_queue_seconds", labels, worker.queue_s
         yield "vertumnus_worker_cached_blocks", labels, worker.cached_blocks
         yield "vertumnus_worker_partial_blocks", labels, worker.partial_blocks
