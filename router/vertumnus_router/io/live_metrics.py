@@ -57,6 +57,7 @@ def live_samples(router: "Router") -> Iterator[Sample]:
         where = (("pool", pool.url),)
         yield "vertumnus_pool_up", where, float(pool.description is not None)
         yield "vertumnus_pool_joins_total", where, pool.joins
+        yield "vertumnus_pool_stale", where, float(pool.stale_s is not None)
         counters = pool.counters
         yield "vertumnus_event_gaps_total", where, counters.gaps
         yield "vertumnus_index_resets_total", where, counters.resets

@@ -60,12 +60,27 @@ def test_nothing_is_repeated_after_the_first_byte() -> None:
     run(scenario())
 
 
-def test_a_cut_answer_that_is_no_stream_ends_as_a_broken_connection() -> None:
+def test_a_cut_answer_that_is_no_stream_is_hidden_by_another_attempt() -> None:
     async def scenario() -> None:
         async with FakePool(2) as pool, running(pool.url) as it:
             await it.ready()
             headers = {"content-type": "application/json", "content-length": "100"}
-            pool.answer = drop_after([b'{"choices":'], headers)
+            pool.answers.append(drop_after([b'{"choices":'], headers))
+            async with await it.chat() as response:
+                assert response.status == 200
+                assert response.headers["x-vertumnus-attempts"] == "2"
+                assert (await response.json())["choices"]
+            await until(it.settled, "settled")
+
+    run(scenario())
+
+
+def test_a_cut_answer_too_long_to_be_held_back_ends_as_a_broken_connection() -> None:
+    async def scenario() -> None:
+        async with FakePool(2) as pool, running(pool.url) as it:
+            await it.ready()
+            headers = {"content-type": "application/json", "content-length": "1000000"}
+            pool.answer = drop_after([b'{"choices":', b" " * 500_000], headers)
             async with await it.chat() as response:
                 assert response.status == 200
                 with pytest.raises(Exception, match="payload"):

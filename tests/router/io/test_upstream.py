@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import pytest
+from vertumnus_router.io import upstream
 from vertumnus_router.io.mailbox import Mailbox
 from vertumnus_router.io.upstream import Body, Broken, Call, End, Front, Head, Message
 
@@ -167,6 +169,27 @@ def test_an_idle_connection_closed_by_the_server_costs_no_attempt() -> None:
             assert await collect(send(front)[1]) == (200, b"hello", "end")
             assert await collect(send(front)[1]) == (200, b"hello", "end")
             assert talk.connections == 2
+
+    run(scenario())
+
+
+def test_a_kept_connection_that_breaks_later_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server had time to begin with the request: it is not sent a second time unasked."""
+    monkeypatch.setattr(upstream, "_CLOSING_S", 0.0)
+
+    async def answer(
+        talk: Conversation, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await talk.request(reader)
+        writer.write(OK + b"content-length: 5\r\n\r\nhello")
+        await talk.request(reader)
+
+    async def scenario() -> None:
+        async with talking(answer) as (talk, front):
+            assert await collect(send(front)[1]) == (200, b"hello", "end")
+            *_, cause = await collect(send(front)[1])
+            assert "without an answer" in cause
+            assert len(talk.requests) == 2
 
     run(scenario())
 
