@@ -454,10 +454,12 @@ class Exchange:
         )
 
     def _stalled(self, seconds: float) -> None:
+        paired = isinstance(self._call, Pair)
         self._drop_call()
-        leg = Leg.PREFILL
-        if self.dispatch is not None and self.dispatch.pair and self._marks.arrived_s is not None:
-            leg = Leg.DECODE
+        prefilled = self._marks.prefilled_s is not None or self._marks.arrived_s is not None
+        leg = Leg.DECODE if paired and prefilled else Leg.PREFILL
+        if paired:
+            self._metrics.leg_failed(leg.value, Failure.STALLED.value)
         self._failed(Failure.STALLED, f"nothing came from the engine for {seconds:g} s", leg)
 
     def _aborted(self, leg: Leg) -> None:
