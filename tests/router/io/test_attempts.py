@@ -1,5 +1,6 @@
 """Attempts fail before the first byte and are repeated elsewhere; after it they never are."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -39,6 +40,31 @@ def test_a_failure_before_the_first_byte_is_hidden_by_another_attempt(broken: An
             assert first.rid[:30] == second.rid[:30]
             assert first.body == second.body
             await until(it.settled, "settled")
+
+    run(scenario())
+
+
+def test_the_body_is_let_go_with_the_first_byte() -> None:
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url) as it:
+            await it.ready()
+            may_answer = asyncio.Event()
+
+            async def answer(*request: Any) -> Any:
+                await may_answer.wait()
+                return await fake_pool.stream_slowly(tokens=1000, gap_s=0.02)(*request)
+
+            pool.answer = answer
+            task = asyncio.create_task(it.chat(stream=True))
+            await until(lambda: pool.running, "running")
+            (exchange,) = it.router.hot.live
+            assert b"hello" in exchange._body, "kept for another attempt"
+            may_answer.set()
+            async with await task as response:
+                await response.content.readany()
+                assert exchange._body == b""
+                assert exchange._call is not None
+                assert exchange._call.post is None  # type: ignore[union-attr]
 
     run(scenario())
 
