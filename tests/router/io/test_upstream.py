@@ -217,6 +217,9 @@ def test_broken_answers_are_named() -> None:
         OK + b"content-length: 50\r\n\r\nhello": "in the middle of the answer",
         OK + b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n": "in the middle of the answer",
         OK + b"transfer-encoding: chunked\r\n\r\nzz\r\n": "not HTTP",
+        b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n": "not HTTP",
+        OK + b"x-a: b\r\n" * 9000: "the headers of the answer exceed 64 KiB",
+        b"HTTP/1.1 103 Early Hints\r\nx-a: b\r\n\r\n" * 2000: "the headers of the answer exceed",
     }
 
     async def scenario() -> None:
