@@ -24,6 +24,12 @@ from vertumnus_router.profiles import DEFAULT, shipped
 
 from sgl_vertumnus.controller_flags import add_controller_flags, controller_config
 from sgl_vertumnus.discovery_flags import add_discovery_flags, discovery_config
+from sgl_vertumnus.fault_flags import (
+    add_fault_flags,
+    backoff_config,
+    breaker_config,
+    fault_limits,
+)
 from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config
 from sgl_vertumnus.server_flags import (
     add_server_flags,
@@ -70,6 +76,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
             beta=options.beta,
             lam=options.lam,
             attempts=options.attempts,
+            retry_budget=options.retry_budget,
             queue_limit=options.queue_limit,
             queue_timeout_s=options.queue_timeout_s,
             seed=options.seed,
@@ -79,6 +86,8 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
             fluid=FluidConfig(lam=options.fluid_lam),
             controller=controller_config(options),
             prefix=prefix_config(options),
+            breaker=breaker_config(options),
+            backoff=backoff_config(options),
         ),
         profile=options.profile,
         control_key=options.control_key,
@@ -93,6 +102,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
             warm_s=options.warm_timeout_s,
             stop_s=options.stop_timeout_s,
             pull_s=options.pull_timeout_s,
+            **fault_limits(options),
         ),
     )
 
@@ -156,12 +166,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"prefill-time profile: a JSON file or one of {', '.join(shipped())}",
     )
     add(
-        "--attempts",
-        type=int,
-        default=_POLICY.attempts,
-        help=f"workers a request may be sent to before its first byte ({_POLICY.attempts})",
-    )
-    add(
         "--queue-limit",
         type=int,
         default=_POLICY.queue_limit,
@@ -190,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     add_discovery_flags(parser)
     add_controller_flags(parser)
     add_prefix_flags(parser)
+    add_fault_flags(parser)
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
     add(

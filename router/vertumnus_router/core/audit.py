@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from vertumnus_router.core.breakers import Breakers
 from vertumnus_router.core.decodes import Decodes
 from vertumnus_router.core.ledger import Ledger, Reservation
 from vertumnus_router.core.membership import Lost, Membership
@@ -41,6 +42,18 @@ def violations(
         found.append(f"rooms are taken as {dict(rooms)}, counted as {known}")
     if not len(table) and len(ledger):
         found.append(f"no request is live and {len(ledger)} reservation(s) remain")
+    if not len(table) and table.repeated:
+        found.append(f"no request is live and {table.repeated} count as repeated")
+    return found
+
+
+def stray_probes(table: RequestTable, breakers: Breakers) -> list[str]:
+    """Every probe of a circuit breaker that nobody waits for, so that it would never end."""
+    found = []
+    for worker, request in breakers.probes():
+        entry = table.get(request)
+        if entry is None or entry.phase is not Phase.PREFILL or entry.attempt != worker:
+            found.append(f"{request} counts as the probe of {worker}, where it is not")
     return found
 
 

@@ -179,10 +179,48 @@ class PrefixConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    """A worker whose last ``failure_threshold`` attempts all failed, within ``window_s``, gets
+    none for ``open_s``, and then one at a time until ``success_threshold`` of them went well."""
+
+    enabled: bool = True
+    failure_threshold: int = 10
+    success_threshold: int = 3
+    open_s: float = 60.0
+    window_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        _at_least("breaker.failure_threshold", self.failure_threshold, 1)
+        _at_least("breaker.success_threshold", self.success_threshold, 1)
+        _at_least("breaker.open_s", self.open_s, 0)
+        _at_least("breaker.window_s", self.window_s, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class BackoffConfig:
+    """How long a worker that answers 429 or 503 is left alone, if it does not say itself:
+    ``initial_s``, each time in a row ``multiplier`` times as long, up to ``longest_s``, which also
+    bounds what it says; and up to ``jitter`` times that longer."""
+
+    initial_s: float = 0.05
+    longest_s: float = 30.0
+    multiplier: float = 1.5
+    jitter: float = 0.2
+
+    def __post_init__(self) -> None:
+        _at_least("backoff.initial_s", self.initial_s, 0)
+        _at_least("backoff.longest_s", self.longest_s, 0)
+        _at_least("backoff.multiplier", self.multiplier, 1)
+        if not 0 <= self.jitter <= 1:
+            raise ConfigError(f"backoff.jitter {self.jitter}: must lie between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyConfig:
     """``beta`` and ``lam`` are the paper's β and λ (``late`` has β = 1 and raises λ with load).
 
-    ``attempts``: dispatches of one request, the first included. ``queue_limit``: requests that
+    ``attempts``: dispatches of one request, the first included. ``retry_budget``: how many of the
+    live requests may be in another attempt, as a share. ``queue_limit``: requests that
     wait at the router. ``queue_timeout_s``: how long a request waits while no serving worker
     could take it. Candidates within ``tie_s`` of the best price are equal, ``seed`` decides.
     ``index_mib`` caps the memory of the prefix index.
@@ -192,6 +230,7 @@ class PolicyConfig:
     beta: float = 3.0
     lam: float = 0.3
     attempts: int = 3
+    retry_budget: float = 0.2
     queue_limit: int = 1024
     queue_timeout_s: float = 30.0
     tie_s: float = 0.001
@@ -203,6 +242,8 @@ class PolicyConfig:
     fluid: FluidConfig = field(default_factory=FluidConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    backoff: BackoffConfig = field(default_factory=BackoffConfig)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -220,6 +261,7 @@ class PolicyConfig:
             raise ConfigError(f"beta {self.beta}: must be above 0, or service time has no price")
         _at_least("lam", self.lam, 0)
         _at_least("attempts", self.attempts, 1)
+        _at_least("retry_budget", self.retry_budget, 0)
         _at_least("queue_limit", self.queue_limit, 1)
         _at_least("queue_timeout_s", self.queue_timeout_s, 0)
         _at_least("tie_s", self.tie_s, 0)

@@ -1,23 +1,31 @@
 """The control plane as one state machine: ``on_event(event, now) -> effects``.
 
-It owns six things: the membership (which blocks serve), the decode servers (for pools that
-prefill only), the prefix index (which rank holds which KV block), the prefixes (what is copied
-and deleted), the request table (the queue, the phases, the reservations and the rooms) and the
-prefill-time model. A policy orders the queue
-and says when a request binds; a controller says when a pool splits or merges. The same events at
-the same times give the same effects, live and in a replay.
+It owns seven things: the membership (which blocks serve), the decode servers (for pools that
+prefill only), the circuit breakers (which workers rest), the prefix index (which rank holds which
+KV block), the prefixes (what is copied and deleted), the request table (the queue, the phases, the
+reservations and the rooms) and the prefill-time model. A policy orders the queue and says when a
+request binds; a controller says when a pool splits or merges. The same events at the same times
+give the same effects, live and in a replay.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from vertumnus_router.core import refusals
-from vertumnus_router.core.audit import violations
+from vertumnus_router.core.audit import stray_probes, violations
 from vertumnus_router.core.binding import Binding
+from vertumnus_router.core.breakers import Breakers
 from vertumnus_router.core.config import PolicyConfig
 from vertumnus_router.core.controller import Controller
 from vertumnus_router.core.decodes import Decodes
-from vertumnus_router.core.effects import Abort, Decision, DecodeTerms, Effect, Reject
+from vertumnus_router.core.effects import (
+    Abort,
+    BreakerChanged,
+    Decision,
+    DecodeTerms,
+    Effect,
+    Reject,
+)
 from vertumnus_router.core.events import (
     BlocksRemoved,
     BlocksStored,
@@ -73,8 +81,13 @@ from vertumnus_router.core.types import (
     RequestId,
     WorkerId,
 )
-from vertumnus_router.core.workers import Worker
+from vertumnus_router.core.workers import Candidate, Worker
 from vertumnus_router.lattice import Block
+
+#: So many requests may be in another attempt at a time, however few there are.
+_FEW_REPEATED = 10
+#: What a further attempt adds no load for: no engine has worked on this one, or it is gone.
+_FREE_TO_REPEAT = (Failure.UNREACHABLE, Failure.WORKER_LOST)
 
 
 class ControlPlane:
@@ -87,7 +100,8 @@ class ControlPlane:
         self._membership = Membership(self._model.fault, config.expected_manifest)
         self._ledger = Ledger()
         self._decodes = Decodes()
-        self._table = RequestTable(self._ledger, self._decodes)
+        self._breakers = Breakers(config.breaker, config.backoff, config.seed)
+        self._table = RequestTable(self._ledger, self._decodes, self._breakers)
         self._prefixes = Prefixes(
             config.prefix, self._model, self._index, self._membership, self._ledger, self._table
         )
@@ -100,6 +114,7 @@ class ControlPlane:
             self._membership,
             self._ledger,
             self._decodes,
+            self._breakers,
             self._prefixes.transfers,
             self._prefixes.pulls,
         )
@@ -140,6 +155,8 @@ class ControlPlane:
         self._now = float("-inf")
         #: how often a request went on in another worker because its home did
         self.requests_moved = 0
+        #: how many failed requests got no further attempt because too many others had one
+        self.retries_refused = 0
 
     # -- events -------------------------------------------------------------------------------
 
@@ -191,7 +208,8 @@ class ControlPlane:
             case ReplicateRequested() | ReclaimRequested():
                 return self._prefixes.asked(event, now)
             case Tick():
-                effects = self._regroups.advance(now) + self._recompose(now)
+                effects: list[Effect] = [*self._breakers.advance(now)]
+                effects += self._regroups.advance(now) + self._recompose(now)
                 effects += self._expire(now) + self._binding.bind(now)
                 return effects + self._prefixes.tick(now)
             case _:
@@ -263,17 +281,25 @@ class ControlPlane:
         if entry is None or entry.phase in (Phase.QUEUED, Phase.ABANDONED):
             return []
         ended = entry.phase is Phase.PREFILL
+        news = self._answered(entry)
         if ended:
             self._table.finish_prefill(entry, now)
         self._learn(entry, event)
-        return self._binding.bind(now) if ended else []
+        return [*news, *self._binding.bind(now)] if ended else []
 
     def _handed_over(self, event: HandedOver, now: float) -> list[Effect]:
         entry = self._attempt(event.request_id, event.worker, event.attempt)
         if entry is None or entry.phase not in (Phase.PREFILL, Phase.DECODE):
             return []
+        news = self._answered(entry)
         self._table.hand_over(entry, now)
-        return self._binding.bind(now)
+        return [*news, *self._binding.bind(now)]
+
+    def _answered(self, entry: Entry) -> list[BreakerChanged]:
+        """The end of a prefill speaks for its worker."""
+        if entry.phase is not Phase.PREFILL or entry.candidate is None:
+            return []
+        return self._breakers.succeeded(entry.candidate, entry.id)
 
     def _learn(self, entry: Entry, event: PrefillFinished) -> None:
         """Correct the model by a prefill whose time and tokens are its own."""
@@ -289,8 +315,9 @@ class ControlPlane:
         entry = self._table.get(event.request_id)
         if entry is None or entry.phase is Phase.QUEUED:
             return []  # an attempt that nobody waits for any more
+        news = self._answered(entry)
         self._table.end(entry, now)
-        return self._binding.bind(now)
+        return [*news, *self._binding.bind(now)]
 
     def _cancelled(self, request_id: RequestId, now: float) -> list[Effect]:
         entry = self._table.get(request_id)
@@ -311,20 +338,40 @@ class ControlPlane:
         if event.attempt is not None and event.attempt != len(entry.tried):
             return []
         entry.failure = event.cause
+        news: list[Effect] = []
         if event.leg is Leg.DECODE:
             self._blame_decode(entry, event.failure)
         else:
-            entry.failed_at |= {entry.candidate.id, entry.tried[-1]}
-            if event.failure is Failure.UNREACHABLE:
-                entry.unreachable |= {entry.candidate.pool.pool}
+            news += self._blame_worker(entry, entry.candidate, event, now)
         if not self._may_retry(entry, event):
             self._table.end(entry, now)
-            return [refusals.failed(entry, event), *self._binding.bind(now)]
+            return [*news, refusals.failed(entry, event), *self._binding.bind(now)]
+        if not self._within_budget(entry, event.failure):
+            self.retries_refused += 1
+            self._table.end(entry, now)
+            reject = refusals.failed(entry, event, over_budget=True)
+            return [*news, reject, *self._binding.bind(now)]
         self._table.requeue(entry, now)
         effects = self._binding.bind(now)
         if entry.phase is Phase.QUEUED:
             self._binding.mark_stranded(entry, now)
-        return effects
+        return news + effects
+
+    def _blame_worker(
+        self, entry: Entry, candidate: Candidate, event: RequestFailed, now: float
+    ) -> list[BreakerChanged]:
+        """Not here again with this request; and with others only if this was an exception."""
+        entry.failed_at |= {candidate.id, entry.tried[-1]}
+        match event.failure:
+            case Failure.OVERLOADED:
+                self._breakers.pressed(candidate, event.retry_after_s, now)
+            case Failure.CLIENT_ERROR | Failure.WORKER_LOST:
+                pass  # no fault of the worker's, or one that is known already
+            case _:
+                if event.failure is Failure.UNREACHABLE:
+                    entry.unreachable |= {candidate.pool.pool}
+                return self._breakers.failed(candidate, entry.id, event.cause, now)
+        return []
 
     def _blame_decode(self, entry: Entry, failure: Failure) -> None:
         """Prefer another decode server next time. One whose connections break is most likely
@@ -339,6 +386,14 @@ class ControlPlane:
         if event.streamed or event.failure is Failure.CLIENT_ERROR:
             return False
         return len(entry.tried) < self._config.attempts and not self._binding.exhausted(entry)
+
+    def _within_budget(self, entry: Entry, failure: Failure) -> bool:
+        """Whether few enough requests are in another attempt. When everything fails, repeating
+        everything would be as much load again."""
+        if failure in _FREE_TO_REPEAT:
+            return True
+        others = self._table.repeated - (len(entry.tried) > 1)
+        return others < max(_FEW_REPEATED, self._config.retry_budget * len(self._table))
 
     def _decode_joined(self, event: DecodeJoined, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -369,6 +424,7 @@ class ControlPlane:
             for entry in self._table.attached(change.pool):
                 effects += self._follow(entry, change.left, now)
             if change.left is not None:
+                self._breakers.forget(change.pool)
                 effects += self._regroups.leave(change.pool, change.left, now)
         return self._settle(effects + self._regroups.advance(now), now)
 
@@ -463,6 +519,8 @@ class ControlPlane:
             waiting_requests=None if leader is None else leader.waiting_requests,
             reason=worker.reason,
             prefill_only=worker.candidate.pool.prefill_only,
+            breaker=self._breakers.state(worker.candidate),
+            resting=self._breakers.refusal(worker.candidate),
         )
 
     def _blocks_held(self, rank: Rank) -> int:
@@ -525,6 +583,16 @@ class ControlPlane:
         return self._table.queued
 
     @property
+    def breakers_opened(self) -> int:
+        """How often a circuit breaker opened."""
+        return self._breakers.opened
+
+    @property
+    def breakers_overridden(self) -> int:
+        """How often a request went to a worker whose breaker was open, for want of another."""
+        return self._breakers.overridden
+
+    @property
     def index_nodes(self) -> int:
         """Nodes of the prefix index, within ``config.index_mib``."""
         return len(self._index)
@@ -551,6 +619,7 @@ class ControlPlane:
     def violations(self) -> list[str]:
         """Every broken invariant of the state, for tests; empty when all hold."""
         found = violations(self._table, self._ledger, self._membership, self._decodes)
+        found += stray_probes(self._table, self._breakers)
         return found + self._prefixes.violations()
 
 

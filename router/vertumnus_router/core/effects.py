@@ -10,6 +10,7 @@ from vertumnus_router.core.events import Leg, RegroupEnded
 from vertumnus_router.core.moves import PricedMove
 from vertumnus_router.core.types import (
     BlockHash,
+    BreakerState,
     DecodeId,
     PlanId,
     PoolId,
@@ -295,6 +296,24 @@ class PlanEnded:
     reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class BreakerChanged:
+    """News of a worker's circuit breaker, for the log. Nothing has to be done."""
+
+    worker: WorkerId
+    state: BreakerState
+    reason: str
+
+
 Effect = (
-    Dispatch | Reject | Abort | Regroup | PlanEnded | Verdict | Copy | Reclaim | TransferRefused
+    Dispatch
+    | Reject
+    | Abort
+    | Regroup
+    | PlanEnded
+    | Verdict
+    | Copy
+    | Reclaim
+    | TransferRefused
+    | BreakerChanged
 )

@@ -188,6 +188,7 @@ class Failure(Enum):
     DISCONNECTED = "disconnected"  # the connection broke before the answer was complete
     OVERLOADED = "overloaded"  # 429 or 503: backpressure, not a fault
     SERVER_ERROR = "server_error"
+    STALLED = "stalled"  # nothing came for too long
     CLIENT_ERROR = "client_error"  # 4xx: the request is at fault, never retried
     WORKER_LOST = "worker_lost"
 
@@ -206,7 +207,8 @@ class RequestFailed:
 
     ``streamed`` is True once a byte of the answer has reached the client: then there is no
     second attempt. The core answers with a ``Dispatch`` elsewhere, now or later, or with the
-    ``Reject`` that ends the request. ``worker`` names the attempt; a failure of any other
+    ``Reject`` that ends the request. ``retry_after_s``: after how long an ``OVERLOADED`` worker
+    wants to be asked again, if it said. ``worker`` names the attempt; a failure of any other
     attempt than the current one is ignored (None: it is the current one). ``leg`` is the one at
     fault; the other one is not held against its worker or decode server.
     """
@@ -218,6 +220,7 @@ class RequestFailed:
     worker: WorkerId | None = None
     attempt: int | None = None
     leg: Leg = Leg.PREFILL
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from vertumnus_router.core.breakers import Breakers
 from vertumnus_router.core.chains import usable_blocks
 from vertumnus_router.core.config import PolicyConfig
 from vertumnus_router.core.decodes import Decodes
@@ -70,6 +71,7 @@ class Placement:
         membership: Membership,
         ledger: Ledger,
         decodes: Decodes,
+        breakers: Breakers,
         transfers: Transfers,
         pulls: Pulls,
     ) -> None:
@@ -81,6 +83,7 @@ class Placement:
         self._membership = membership
         self._ledger = ledger
         self._decodes = decodes
+        self._breakers = breakers
         self._transfers = transfers
         self._pulls = pulls
 
@@ -93,12 +96,14 @@ class Placement:
         request = entry.request
         if (
             not (entry.failed_at or entry.unreachable)
+            and self._breakers.quiet
             and not (candidates.paired and not self._decodes.usable)
             and request.input_tokens + request.output_tokens <= candidates.room_tokens
         ):
             return range(len(candidates))
-        each = enumerate(candidates.each)
-        return [at for at, candidate in each if self._fault(entry, candidate) is None]
+        each = candidates.each
+        fitting = [at for at, one in enumerate(each) if self._fault(entry, one) is None]
+        return self._breakers.willing(fitting, each)
 
     def _fault(self, entry: Entry, candidate: Candidate) -> str | None:
         """Why the candidate cannot take the request, or None. A decode server without a free
@@ -333,7 +338,8 @@ class Placement:
             if not worker.serving:
                 reason: str | None = f"{worker.state.value}: {worker.reason}"
             else:
-                reason = self._fault(entry, worker.candidate)
+                candidate = worker.candidate
+                reason = self._fault(entry, candidate) or self._breakers.refusal(candidate)
             if reason is not None:
                 excluded.append((worker.id, reason))
         return tuple(excluded)

@@ -12,6 +12,7 @@ _STATUS = {
     Failure.DISCONNECTED: (503, "worker_disconnected"),
     Failure.OVERLOADED: (503, "overloaded"),
     Failure.SERVER_ERROR: (502, "worker_error"),
+    Failure.STALLED: (504, "worker_stalled"),
     Failure.CLIENT_ERROR: (400, "invalid_request"),
     Failure.WORKER_LOST: (503, "worker_lost"),
 }
@@ -75,10 +76,12 @@ def no_decode(entry: Entry, timeout_s: float) -> Reject:
     )
 
 
-def failed(entry: Entry, event: RequestFailed) -> Reject:
-    """An attempt failed and there is not to be another."""
+def failed(entry: Entry, event: RequestFailed, *, over_budget: bool = False) -> Reject:
+    """An attempt failed and there is not to be another: ``over_budget`` if others are being
+    repeated instead."""
     status, code = _STATUS[event.failure]
     if event.leg is Leg.DECODE:
         code = code.replace("worker", "decode")
     attempts = f" (attempt {len(entry.tried)})" if len(entry.tried) > 1 else ""
-    return Reject(entry.id, status, code, f"{event.cause}{attempts}")
+    budget = " (not tried again: too many requests are at the moment)" if over_budget else ""
+    return Reject(entry.id, status, code, f"{event.cause}{attempts}{budget}")

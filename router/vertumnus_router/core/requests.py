@@ -1,8 +1,9 @@
 """Every request from acceptance to its end: the central queue, the phases, the reservations.
 
-A request holds a reservation exactly while it is in ``Phase.PREFILL``, and rooms at its decode
+A request holds a reservation exactly while it is in ``Phase.PREFILL``, may only then be the probe
+of a circuit breaker, and has rooms at its decode
 server, if it has one, from its dispatch until the attempt ends or is abandoned. ``_enter`` is the
-only place where phases change, so it is the only place where either is released.
+only place where phases change, so it is the only place where any of this is released.
 """
 
 from bisect import bisect_left, insort
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from vertumnus_router.core.breakers import Breakers
 from vertumnus_router.core.decodes import Decodes
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.trie import PrefixMatch
@@ -94,13 +96,15 @@ class Entry:
 class RequestTable:
     """The live requests. Each method is one transition; asking for a wrong one is a bug."""
 
-    def __init__(self, ledger: Ledger, decodes: Decodes) -> None:
+    def __init__(self, ledger: Ledger, decodes: Decodes, breakers: Breakers) -> None:
         self._ledger = ledger
         self._decodes = decodes
+        self._breakers = breakers
         self._entries: dict[RequestId, Entry] = {}
         self._queue: list[Entry] = []
         self._assigned: dict[WorkerId, dict[RequestId, Entry]] = {}
         self._homed: Counter[Rank] = Counter()
+        self._repeated: set[RequestId] = set()
         self._accepted = 0
 
     def __len__(self) -> int:
@@ -142,6 +146,11 @@ class RequestTable:
         """How many requests, in prefill or past it, have their home at ``rank``."""
         return self._homed[rank]
 
+    @property
+    def repeated(self) -> int:
+        """How many requests are in a further attempt, or wait for one, before their first token."""
+        return len(self._repeated)
+
     def draft(self, request: Request, urgency: float, now: float) -> Entry:
         """The entry that ``admit`` would take in."""
         return Entry(request, now, self._accepted, urgency)
@@ -178,6 +187,7 @@ class RequestTable:
         entry.candidate, entry.home = candidate, home
         entry.tried += (candidate.id,)
         self._assign(entry, candidate)
+        self._breakers.sent(candidate, entry.id)
         self._ledger.reserve(entry.id, candidate.id, service_s, uncached_tokens, blocks)
         if candidate.pool.plain:
             # Nobody reports when it begins, and what has not begun does not age: let the worker
@@ -223,6 +233,7 @@ class RequestTable:
         if entry.phase is Phase.QUEUED:
             self._unqueue(entry)
         elif entry.phase is Phase.PREFILL:
+            self._breakers.left(entry.tried[-1], entry.id)
             released = self._ledger.release(entry.id, now)
             entry.sample = released is not None and released.started and not released.shared
         if phase is not Phase.DECODE:
@@ -234,6 +245,9 @@ class RequestTable:
             entry.candidate = entry.home = None
             entry.sample = False
             insort(self._queue, entry, key=_key)
+            self._repeated.add(entry.id)
+        elif phase not in (Phase.PREFILL, Phase.ABANDONED):
+            self._repeated.discard(entry.id)
         entry.phase = phase
 
     def _unqueue(self, entry: Entry) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from vertumnus_router.core.effects import Cause
 from vertumnus_router.core.types import (
     BlockHash,
+    BreakerState,
     PoolId,
     Rank,
     RequestId,
@@ -27,6 +28,8 @@ class WorkerSnapshot:
     ``running_requests`` and ``waiting_requests``: the engine's own count at the leader, those of
     other routers included. Each as last reported, None before the first report. ``reason``: why
     it does not serve, None while it does. ``prefill_only``: it leaves the decoding to others.
+    ``resting``: why it gets no requests although it serves: its ``breaker`` is not closed, or it
+    answered that it has no room.
     """
 
     id: WorkerId
@@ -45,6 +48,8 @@ class WorkerSnapshot:
     waiting_requests: int | None
     reason: str | None = None
     prefill_only: bool = False
+    breaker: BreakerState = BreakerState.CLOSED
+    resting: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

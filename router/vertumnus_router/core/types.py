@@ -51,6 +51,15 @@ class WorkerState(Enum):
     LOST = "lost"
 
 
+class BreakerState(Enum):
+    """A circuit breaker keeps requests from a worker while OPEN; HALF_OPEN it lets one through at
+    a time."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
 class Request(msgspec.Struct, frozen=True, gc=False):
     """What the policy knows of one request.
 

@@ -5,6 +5,7 @@ stream begins with an error event. A later abort is the client's to read: bytes 
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,15 @@ def failure_of(status: int) -> Failure:
     if status in (429, 503):
         return Failure.OVERLOADED
     return Failure.SERVER_ERROR if status >= 500 else Failure.CLIENT_ERROR
+
+
+def retry_after_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
+    """After how many seconds the engine wants to be asked again, None if it does not say. A date
+    is not read: it would need the engine's clock."""
+    for name, value in headers:
+        if name == b"retry-after" and value.isdigit():
+            return float(value)
+    return None
 
 
 def in_words(status: int, body: bytes) -> str:

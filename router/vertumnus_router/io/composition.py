@@ -75,6 +75,8 @@ def worker_content(worker: WorkerSnapshot) -> dict[str, Any]:
         "epoch": worker.epoch,
         "state": worker.state.value,
         "reason": worker.reason,
+        "breaker": worker.breaker.value,
+        "resting": worker.resting,
         "queue_s": worker.queue_s,
         "requests": len(worker.requests),
         "load": len(worker.requests),

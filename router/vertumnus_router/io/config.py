@@ -22,8 +22,11 @@ class Limits:
     the beginnings of prompts. ``warm_s``: how long readiness waits for
     the prefix index of pools that have joined. ``stop_s``: how long streams may go on after
     SIGTERM. ``probe_s``: how often a pool's front is asked whether it lives; decode servers are
-    asked every second, or as often. ``pull_s``: how long a request waits for the copy of cached
-    KV that goes before it.
+    asked every second, or as often. ``probe_timeout_s``: how long they have to answer, and
+    ``missed_probes`` how often they may not in a row. ``pull_s``: how long a request waits for the
+    copy of cached KV that goes before it. ``answer_s``: how long an attempt may go on without a
+    byte of its answer, ``stream_idle_s`` without another one. ``client_idle_s``: how long a client
+    may leave what was sent to it unread. The last three may be infinite.
     """
 
     body_bytes: int = 64 * 1024 * 1024
@@ -35,6 +38,11 @@ class Limits:
     stop_s: float = 30.0
     pull_s: float = 2.0
     probe_s: float = 2.0
+    probe_timeout_s: float = 2.0
+    missed_probes: int = 3
+    answer_s: float = 1800.0
+    stream_idle_s: float = 300.0
+    client_idle_s: float = 120.0
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from vertumnus_router.clock import Clock
 from vertumnus_router.core.effects import (
     Abort,
+    BreakerChanged,
     Copy,
     Dispatch,
     Effect,
@@ -21,6 +23,8 @@ from vertumnus_router.core.events import Event, Tick
 from vertumnus_router.core.types import DecodeId, PoolId, RequestId
 from vertumnus_router.core.verdict import Verdict
 from vertumnus_router.io.verdicts import log_verdict
+
+log = logging.getLogger(__name__)
 
 #: While requests wait, and while none does.
 _BUSY_TICK_S = 0.1
@@ -96,6 +100,8 @@ class ControlLoop:
                     self._command(effect)
                 case Verdict():
                     log_verdict(effect)
+                case BreakerChanged(worker, state, reason):
+                    log.warning("worker %s: circuit breaker %s: %s", worker, state.value, reason)
                 case Dispatch() | Reject() | Abort():
                     if isinstance(effect, Dispatch) and effect.pull is not None:
                         self._pull(effect.pull)

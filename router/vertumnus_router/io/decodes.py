@@ -13,16 +13,14 @@ from vertumnus_router.clock import Clock
 from vertumnus_router.core import events
 from vertumnus_router.core.types import DecodeId
 from vertumnus_router.io.control_loop import ControlLoop
+from vertumnus_router.io.probes import Probes
 from vertumnus_router.io.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
-_READY_TIMEOUT_S = 2.0
 #: ``/server_info`` asks the scheduler, which answers between two steps.
 _INFO_TIMEOUT_S = 5.0
 _LOOK_AGAIN_S = 0.5
-#: Probes that may go unanswered in a row.
-_MISSED_PROBES = 3
 
 
 class _State(msgspec.Struct):
@@ -76,7 +74,7 @@ class DecodeLink:
         model: ServedModel,
         session: aiohttp.ClientSession,
         clock: Clock,
-        probe_s: float,
+        probes: Probes,
         headers: Mapping[str, str],
         on_joined: Callable[["DecodeLink"], None],
         on_left: Callable[["DecodeLink"], None],
@@ -91,7 +89,7 @@ class DecodeLink:
         self._model = model
         self._session = session
         self._clock = clock
-        self._probe_s = probe_s
+        self._probes = probes
         self._headers = headers
         self._on_joined = on_joined
         self._on_left = on_left
@@ -164,14 +162,14 @@ class DecodeLink:
                 trouble = await self._not_ready()
             missed = 0 if trouble is None else missed + 1
             if trouble is not None and (
-                trouble.startswith("cannot connect") or missed >= _MISSED_PROBES
+                trouble.startswith("cannot connect") or missed >= self._probes.misses
             ):
                 return trouble
 
     async def _pause(self) -> None:
         """Until the next probe is due, or less if the server is suspected."""
         try:
-            async with asyncio.timeout(self._probe_s):
+            async with asyncio.timeout(self._probes.every_s):
                 await self._suspected.wait()
         except TimeoutError:
             pass
@@ -187,7 +185,7 @@ class DecodeLink:
             return f"GET /server_info: is this SGLang? {exc}"
 
     async def _not_ready(self) -> str | None:
-        answer = await self._get("/ready", _READY_TIMEOUT_S)
+        answer = await self._get("/ready", self._probes.timeout_s)
         return answer if isinstance(answer, str) else None
 
     async def _get(self, path: str, timeout_s: float) -> bytes | str:

@@ -7,6 +7,7 @@ byte of an answer, so until then an attempt can fail and another one follow.
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,9 +25,10 @@ from vertumnus_router.core.events import (
     RequestFinished,
 )
 from vertumnus_router.core.types import Request, RequestId
-from vertumnus_router.io.answers import failure_of, in_words
+from vertumnus_router.io.answers import failure_of, in_words, retry_after_s
 from vertumnus_router.io.api_errors import ApiError, in_openai_shape
 from vertumnus_router.io.asgi import Headers, Receive, Send, respond, respond_error
+from vertumnus_router.io.config import Limits
 from vertumnus_router.io.control_loop import ControlLoop
 from vertumnus_router.io.engines import Engines
 from vertumnus_router.io.forwarding import (
@@ -48,7 +50,10 @@ log = logging.getLogger(__name__)
 
 #: An error body of the engine that is longer than this is cut.
 _ERROR_BYTES = 64 * 1024
-_RETRY_AFTER = (b"retry-after", b"1")
+#: So much of an answer that is no stream is held back until it is complete: it may still break,
+#: and then another attempt or a clear error follows.
+_HELD_BYTES = 256 * 1024
+_RETRY_AFTER_S = 1.0
 _JSON = b"application/json"
 _EVENTS = b"text/event-stream"
 
@@ -71,6 +76,17 @@ class Opaque:
 
     method: bytes
     repeatable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """Nothing has come of ``call`` for so long."""
+
+    call: Call | Pair
+    seconds: float
+
+
+Told = Effect | Message | Arrived | LegFailed | Pulled | Gone | Stalled
 
 
 class Exchange:
@@ -98,7 +114,7 @@ class Exchange:
     ) -> None:
         self.request = request
         self.dispatch: Dispatch | None = None
-        self.mailbox: Mailbox[Effect | Message | Arrived | LegFailed | Pulled | Gone] = Mailbox()
+        self.mailbox: Mailbox[Told] = Mailbox()
         self._engine_items = engine_items
         self._merges_logprobs = merges_logprobs
         self._streams = streams
@@ -122,6 +138,9 @@ class Exchange:
         self._status = 0
         self._answer_headers: Headers = []
         self._error_body = b""
+        self._held = b""
+        #: when the worker was last heard of; None while it is the client that is waited for
+        self._heard_s: float | None = None
         self._streamed = False
         self._is_event_stream = False
         self._prefilled: set[str] = set()
@@ -155,6 +174,12 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.mailbox.put(Gone())
+
+    def give_up_if_stalled(self, now: float, limits: Limits) -> None:
+        """Called about once a second."""
+        limit_s = limits.stream_idle_s if self._streamed else limits.answer_s
+        if self._call is not None and self._heard_s is not None and now - self._heard_s > limit_s:
+            self.mailbox.put(Stalled(self._call, limit_s))
 
     # -- what the pool's reports say ----------------------------------------------------------
 
@@ -199,7 +224,7 @@ class Exchange:
 
     # -- everything that can happen ------------------------------------------------------------
 
-    async def _take(self, message: Effect | Message | Arrived | LegFailed | Pulled | Gone) -> None:
+    async def _take(self, message: Told) -> None:
         match message:
             case Dispatch():
                 self._attempt(message)
@@ -217,7 +242,7 @@ class Exchange:
                 await self._rejected(message)
             case Gone():
                 self._cancel("cancelled")
-            case Head() | Body() | End() | Broken() | Arrived() | LegFailed() if (
+            case Head() | Body() | End() | Broken() | Arrived() | LegFailed() | Stalled() if (
                 message.call is not self._call
             ):
                 pass  # of an attempt that is no longer wanted
@@ -237,6 +262,8 @@ class Exchange:
                 self._kv_arrived()
             case LegFailed():
                 self._leg_failed(message)
+            case Stalled(seconds=seconds):
+                self._stalled(seconds)
 
     def _attempt(self, dispatch: Dispatch) -> None:
         self._drop_call()
@@ -245,6 +272,7 @@ class Exchange:
             self._presumed = None
         self.dispatch = dispatch
         self._status, self._answer_headers, self._error_body = 0, [], b""
+        self._held = b""
         self._prefilled = set()
         self._marks = Marks(self._clock.now())
         log.debug("dispatch %s", dispatch)
@@ -259,6 +287,7 @@ class Exchange:
 
     def _forward(self, dispatch: Dispatch) -> None:
         """Send the attempt, whatever has become of its pull."""
+        self._heard_s = self._clock.now()
         front = self._engines.front(dispatch.pool)
         if front is None:
             self._failed(Failure.WORKER_LOST, f"pool {dispatch.pool} has left")
@@ -348,6 +377,10 @@ class Exchange:
 
     def _begun(self, head: Head) -> None:
         self._status, self._answer_headers = head.status, head.headers
+        self._is_event_stream = any(
+            name == b"content-type" and value.startswith(_EVENTS) for name, value in head.headers
+        )
+        self._heard_s = self._clock.now()
 
     async def _received(self, body: Body) -> None:
         if self._status >= 400:
@@ -355,10 +388,19 @@ class Exchange:
             self._error_body += body.data[:room]
             body.call.consumed(len(body.data))
             return
+        data = body.data
+        if not (self._streamed or self._is_event_stream or self._opaque):
+            self._held = data = self._held + data if self._held else data
+            if len(data) <= _HELD_BYTES:
+                body.call.consumed(len(body.data))
+                return
+            self._held = b""
+        self._heard_s = None
         if not self._streamed:
             await self._start_answer()
-        await self._send({"type": "http.response.body", "body": body.data, "more_body": True})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
         body.call.consumed(len(body.data))
+        self._heard_s = self._clock.now()
 
     async def _start_answer(self) -> None:
         """The first byte is here: from now on there is no second attempt, and no need for the
@@ -368,10 +410,9 @@ class Exchange:
         dispatch = self.dispatch
         assert dispatch is not None
         headers = to_client(self._answer_headers)
-        self._is_event_stream = any(
-            name == b"content-type" and value.startswith(_EVENTS) for name, value in headers
-        )
         if self._is_event_stream:
+            # With a length there would be no room for the error that may have to follow.
+            headers = [pair for pair in headers if pair[0] != b"content-length"]
             now = self._clock.now()
             self._metrics.first_byte(dispatch.decision.chosen, now - self._arrived_s)
             paired = dispatch.pair is not None and self._opaque is None
@@ -396,7 +437,7 @@ class Exchange:
                 await self._start_answer()
             self._finish("ok")
             self._control.feed(RequestFinished(self.id))
-            await self._send({"type": "http.response.body", "body": b""})
+            await self._send({"type": "http.response.body", "body": self._held})
             return
         self._failed(failure_of(self._status), in_words(self._status, self._error_body))
 
@@ -407,7 +448,19 @@ class Exchange:
         worker, attempt = (None, None) if now is None else (now.worker, now.attempt)
         once = self._opaque is not None and not self._opaque.repeatable
         final = self._streamed or (once and failure is not Failure.UNREACHABLE)
-        self._control.feed(RequestFailed(self.id, failure, cause, final, worker, attempt, leg))
+        retry_s = retry_after_s(self._answer_headers)
+        self._control.feed(
+            RequestFailed(self.id, failure, cause, final, worker, attempt, leg, retry_s)
+        )
+
+    def _stalled(self, seconds: float) -> None:
+        paired = isinstance(self._call, Pair)
+        self._drop_call()
+        prefilled = self._marks.prefilled_s is not None or self._marks.arrived_s is not None
+        leg = Leg.DECODE if paired and prefilled else Leg.PREFILL
+        if paired:
+            self._metrics.leg_failed(leg.value, Failure.STALLED.value)
+        self._failed(Failure.STALLED, f"nothing came from the engine for {seconds:g} s", leg)
 
     def _aborted(self, leg: Leg) -> None:
         """The worker or the decode server is lost: what they still might say is not wanted."""
@@ -421,7 +474,10 @@ class Exchange:
         engine_said = 400 <= self._status < 500 and self._status != 429 and self._error_body
         self._drop_call()
         self._finish("client_error" if engine_said else reject.code)
-        headers = [_RETRY_AFTER] if reject.status in (429, 503) else []
+        headers: Headers = []
+        if reject.status in (429, 503):
+            asked_s = retry_after_s(self._answer_headers) or _RETRY_AFTER_S
+            headers = [(b"retry-after", str(math.ceil(asked_s)).encode())]
         error = ApiError(reject.status, reject.code, reject.message, headers=headers)
         if self._streamed:
             await self._break_off(error)

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING
 
 from vertumnus_router.core.effects import Cause
 from vertumnus_router.core.snapshot import PrefixesSnapshot
+from vertumnus_router.core.types import BreakerState
 from vertumnus_router.io.metrics import Sample
 from vertumnus_router.io.verdicts import controller_samples
 
 if TYPE_CHECKING:
     from vertumnus_router.io.router import Router
+
+
+#: As sglang-router numbers them.
+_BREAKER = {BreakerState.CLOSED: 0, BreakerState.OPEN: 1, BreakerState.HALF_OPEN: 2}
 
 
 def live_samples(router: "Router") -> Iterator[Sample]:
@@ -26,6 +31,9 @@ def live_samples(router: "Router") -> Iterator[Sample]:
     yield "vertumnus_tokenize_worked_bytes_total", (), prompts.worked_bytes
     yield "vertumnus_ready", (), float(not router.not_ready())
     yield "vertumnus_requests_moved_total", (), core.requests_moved
+    yield "vertumnus_retries_refused_total", (), core.retries_refused
+    yield "vertumnus_breakers_opened_total", (), core.breakers_opened
+    yield "vertumnus_breakers_overridden_total", (), core.breakers_overridden
     for joined in core.pools:
         yield "vertumnus_pool_epoch", (("pool", str(joined.pool)),), core.epoch(joined.pool)
     if core.controller is not None:
@@ -37,6 +45,7 @@ def live_samples(router: "Router") -> Iterator[Sample]:
         yield "vertumnus_workers", (("degree", degree), ("state", state)), count
     for worker in workers:
         labels = (("worker", str(worker.id)), ("degree", str(worker.degree)))
+        yield "vertumnus_worker_breaker_state", labels, _BREAKER[worker.breaker]
         yield "vertumnus_worker_queue_seconds", labels, worker.queue_s
         yield "vertumnus_worker_cached_blocks", labels, worker.cached_blocks
         yield "vertumnus_worker_partial_blocks", labels, worker.partial_blocks
@@ -57,6 +66,7 @@ def live_samples(router: "Router") -> Iterator[Sample]:
         where = (("pool", pool.url),)
         yield "vertumnus_pool_up", where, float(pool.description is not None)
         yield "vertumnus_pool_joins_total", where, pool.joins
+        yield "vertumnus_pool_stale", where, float(pool.stale_s is not None)
         counters = pool.counters
         yield "vertumnus_event_gaps_total", where, counters.gaps
         yield "vertumnus_index_resets_total", where, counters.resets

@@ -19,6 +19,7 @@ from vertumnus_router.core.types import PoolId, Rank
 from vertumnus_router.io.control_loop import ControlLoop
 from vertumnus_router.io.event_stream import EventStream, StreamCounters
 from vertumnus_router.io.plain import PlainServer
+from vertumnus_router.io.probes import Probes
 from vertumnus_router.io.rank_feed import RankFeed
 from vertumnus_router.io.reports import PrefillReport, ReportReader
 from vertumnus_router.io.served_model import ServedModel
@@ -37,8 +38,6 @@ from vertumnus_router.protocol import (
 log = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.1, 0.2, 0.5)
-#: Probes that may go unanswered in a row while no rank reports either.
-_MISSED_PROBES = 3
 _WILDCARDS = (None, "", "*", "0.0.0.0", "::", "[::]")
 
 
@@ -55,7 +54,7 @@ class PoolLink:
         session: aiohttp.ClientSession,
         context: Context,
         clock: Clock,
-        probe_s: float,
+        probes: Probes,
         snapshots: Snapshots,
         on_joined: Callable[["PoolLink", Found], None],
         on_left: Callable[["PoolLink", Found], None],
@@ -69,10 +68,10 @@ class PoolLink:
         self._host = urlsplit(self.url).hostname or ""
         self._control = control
         self._model = model
-        self._server = ServerProbe(self.url, session, plain)
+        self._server = ServerProbe(self.url, session, probes.timeout_s, plain)
         self._context = context
         self._clock = clock
-        self._probe_s = probe_s
+        self._probes = probes
         self._snapshots = snapshots
         self._on_joined = on_joined
         self._on_left = on_left
@@ -82,6 +81,12 @@ class PoolLink:
         self._lives: dict[int, str] = {}  # incarnations of the ranks that report, by feed
         self._past = StreamCounters()
         self._suspected = asyncio.Event()
+
+    @property
+    def stale_s(self) -> float | None:
+        """For how long no rank has reported although the front answers, None while they do. Its
+        workers serve on as they last were."""
+        return None if self._reports is None else self._reports.stale_s()
 
     @property
     def counters(self) -> StreamCounters:
@@ -159,8 +164,8 @@ class PoolLink:
 
     async def _follow(self, joined: Found) -> str:
         """Watch the pool until it is gone; why it is."""
-        next_probe_s = self._clock.now() + self._probe_s
-        missed = 0
+        next_probe_s = self._clock.now() + self._probes.every_s
+        missed = 0  # while no rank reports either
         while True:
             await self._pause(HEARTBEAT_S)
             self._check_ranks()
@@ -168,7 +173,7 @@ class PoolLink:
             if self._clock.now() < next_probe_s and not suspected:
                 continue
             self._suspected.clear()
-            next_probe_s = self._clock.now() + self._probe_s
+            next_probe_s = self._clock.now() + self._probes.every_s
             found = await self._server.look(joined, closely=suspected or missed > 0)
             if not isinstance(found, str):
                 missed = 0
@@ -178,7 +183,7 @@ class PoolLink:
             refused = found.startswith("cannot connect")
             busy = self._reports is not None and self._reports.heard_lately()
             missed = 0 if busy and not refused else missed + 1
-            if refused or missed >= _MISSED_PROBES:
+            if refused or missed >= self._probes.misses:
                 return f"the front at {self.url} does not answer ({found})"
 
     async def _pause(self, seconds: float) -> None:

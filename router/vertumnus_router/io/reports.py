@@ -62,6 +62,7 @@ class ReportReader:
         self._heard_s: dict[int, float] = {}
         self._silent: set[int] = set()
         self._checked_s = clock.now()
+        self._all_silent = False
         self._warned: set[str] = set()
         base = description.reports.port_base
         ports = range(base, base + description.pool_size + 1)
@@ -76,16 +77,30 @@ class ReportReader:
         now = self._clock.now()
         return any(now - heard <= 2 * HEARTBEAT_S for heard in self._heard_s.values())
 
+    def stale_s(self) -> float | None:
+        """For how long no rank has reported, None unless that is too long."""
+        if not self._heard_s:
+            return None
+        silence_s = self._clock.now() - max(self._heard_s.values())
+        return silence_s if silence_s > SILENCE_S else None
+
     def check(self) -> None:
         """Called about once a second: a rank that was silent for too long is lost.
 
-        When this router itself stood still, everybody was silent to it: then they get a new
-        chance to be heard.
+        Nobody is lost while no rank at all is heard: then it is more likely that reports do not
+        get here, and the pool goes on as it was last seen, unless its front does not answer either,
+        which ``PoolLink`` sees to. After that, and when this router itself stood still, all get a
+        new chance to be heard.
         """
         now = self._clock.now()
         stood_still = now - self._checked_s > _STOOD_STILL_S
         self._checked_s = now
-        if stood_still:
+        were_silent, self._all_silent = self._all_silent, not self.heard_lately()
+        if self._all_silent:
+            if not were_silent and self._heard_s:
+                log.warning("pool %s: no rank is heard", self._description.pool_id)
+            return
+        if stood_still or were_silent:
             self._heard_s = dict.fromkeys(self._heard_s, now)
             return
         for rank, heard in self._heard_s.items():

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -27,12 +28,14 @@ from vertumnus_router.io.live_metrics import live_samples
 from vertumnus_router.io.metrics import RouterMetrics
 from vertumnus_router.io.plain import PlainServer
 from vertumnus_router.io.pool import PoolLink
+from vertumnus_router.io.probes import Probes
 from vertumnus_router.io.regrouping import Regrouping
 from vertumnus_router.io.reports import PrefillReport
 from vertumnus_router.io.served_model import ServedModel
 from vertumnus_router.io.server_probe import Found, Plain
 from vertumnus_router.io.snapshots import Snapshots
 from vertumnus_router.io.sockets import Context
+from vertumnus_router.io.stalls import look_for_stalls
 from vertumnus_router.io.tokenize import TokenizeService
 from vertumnus_router.io.transfers import Transfers
 from vertumnus_router.io.upstream import Front
@@ -122,6 +125,7 @@ class Router:
         self._context = zmq.Context()
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         self.spawn(self.control.tick())
+        self.spawn(look_for_stalls(lambda: self.hot.live, self.config.limits, self.clock))
         for url in self.config.pool_urls:
             self.join(url, Role.POOL)
         for url in self.config.worker_urls:
@@ -153,6 +157,8 @@ class Router:
         return self._fleet.is_leaving(url)
 
     def _link(self, url: str, role: Role, bootstrap_port: int | None) -> Link:
+        limits = self.config.limits
+        probes = Probes(limits.probe_s, limits.probe_timeout_s, limits.missed_probes)
         if role is Role.DECODE:
             decode = DecodeLink(
                 url=url,
@@ -160,7 +166,7 @@ class Router:
                 model=self.model,
                 session=self.session,
                 clock=self.clock,
-                probe_s=min(HEARTBEAT_S, self.config.limits.probe_s),
+                probes=replace(probes, every_s=min(HEARTBEAT_S, probes.every_s)),
                 headers=self.key_header(),
                 on_joined=self._on_decode_joined,
                 on_left=self._on_decode_left,
@@ -176,7 +182,7 @@ class Router:
             session=self.session,
             context=self._context,
             clock=self.clock,
-            probe_s=self.config.limits.probe_s,
+            probes=probes,
             snapshots=Snapshots(self, self.metrics, self.clock, self.spawn),
             on_joined=self._on_joined,
             on_left=self._on_left,

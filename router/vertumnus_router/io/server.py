@@ -108,6 +108,7 @@ async def serve(
         await hurry.wait()
         server.force_exit = True
 
+    _drop_clients_that_do_not_read(listener, config.limits.client_idle_s)
     await router.start()
     over = asyncio.Event()
     scraped = None
@@ -140,6 +141,14 @@ async def serve_metrics(router: Router, listener: socket.socket, over: asyncio.E
     )
     log.info("metrics on port %d", listener.getsockname()[1])
     await _Server(config, over).serve(sockets=[listener])
+
+
+def _drop_clients_that_do_not_read(listener: socket.socket, after_s: float) -> None:
+    """Where the system can (Linux), connections inherit this from the listener: one whose peer
+    has taken nothing of what was sent for so long is closed by the kernel."""
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if option is not None and after_s * 1000 < 2**31:
+        listener.setsockopt(socket.IPPROTO_TCP, option, round(after_s * 1000))
 
 
 def _announce(config: RouterConfig, listener: socket.socket) -> None:

@@ -9,7 +9,6 @@ from vertumnus_router import protocol
 from vertumnus_router.io.plain import PlainServer, read_server_info
 from vertumnus_router.protocol import PoolDescription, ProtocolError
 
-_PROBE_TIMEOUT_S = 2.0
 #: ``/server_info`` asks the scheduler, which answers between two steps.
 _INFO_TIMEOUT_S = 5.0
 
@@ -27,16 +26,20 @@ class Plain:
 
 
 class ServerProbe:
-    """Asks the server at ``url``. ``plain`` None: only a pool will do."""
+    """Asks the server at ``url``, which has ``timeout_s`` to answer. ``plain`` None: only a pool
+    will do."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, plain: Plain | None) -> None:
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, timeout_s: float, plain: Plain | None
+    ) -> None:
         self._url = url
         self._session = session
+        self._timeout_s = timeout_s
         self._plain = plain
 
     async def describe(self) -> Found | str:
         """What serves there, or why nothing does."""
-        answer = await self._get("/vertumnus/pool", {}, _PROBE_TIMEOUT_S)
+        answer = await self._get("/vertumnus/pool", {}, self._timeout_s)
         if isinstance(answer, str):
             return answer
         status, body = answer
@@ -77,7 +80,7 @@ class ServerProbe:
         """Why the server takes no requests now, or None. ``/health`` may cost a token and a second,
         so only releases that lack ``/ready`` are asked for it."""
         for path in ("/ready", "/health"):
-            answer = await self._get(path, plain.headers, _PROBE_TIMEOUT_S)
+            answer = await self._get(path, plain.headers, self._timeout_s)
             if isinstance(answer, str):
                 return answer
             status, _ = answer

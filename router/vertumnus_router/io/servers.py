@@ -90,6 +90,7 @@ class Servers:
                     "pool": _pool_id(pool),
                     "server_id": server_id(pool.url),
                     "trouble": pool.trouble,
+                    "stale_s": pool.stale_s,
                 }
                 for pool in router.pools
             ],

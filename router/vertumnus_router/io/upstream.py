@@ -16,9 +16,14 @@ import httptools
 
 Headers = list[tuple[bytes, bytes]]
 
+#: A kept connection that the server closes this soon after a request was sent on it was being
+#: closed already: the server has not seen the request. Later, it has begun to work on it.
+_CLOSING_S = 1.0
 #: Idle connections are dropped before SGLang's front closes them (5 s).
 _IDLE_S = 4.0
 _KEPT_IDLE = 256
+#: Status line and headers of an answer, those of 1xx included.
+_HEAD_BYTES = 64 * 1024
 #: Bytes of an answer that may wait for a slow client before the engine is slowed down.
 _UNREAD_BYTES = 256 * 1024
 
@@ -219,6 +224,7 @@ class _Connection(asyncio.Protocol):
         self._transport: Any = None
         self._call: Call | None = None
         self._reused = False
+        self._started_s = 0.0
         self._heard = False
         self._unread = 0
         self._paused = False
@@ -229,6 +235,7 @@ class _Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._parts: list[bytes] = []
         self._head_delivered = False
+        self._head_bytes = 0
         self._framed = False
         self._complete = False
         self._keep_alive = True
@@ -239,10 +246,15 @@ class _Connection(asyncio.Protocol):
     def closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
+    @property
+    def _closed_early(self) -> bool:
+        return self._front.now() - self._started_s < _CLOSING_S
+
     def start(self, call: Call, *, reused: bool) -> None:
         call.connection = self
         self._call = call
         self._reused = reused
+        self._started_s = self._front.now()
         self._heard = False
         if call.post is not None:
             self._transport.writelines((call.post.head, call.post.body))
@@ -271,9 +283,16 @@ class _Connection(asyncio.Protocol):
                 self._call.post = None
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as exc:
-            self._break(f"the answer is not HTTP: {exc}")
-            return
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            if not self._complete:
+                self._break(f"the answer is not HTTP: {exc}")
+                return
+            self._keep_alive = False  # more than it declared, of which nothing is believed
+        if not self._head_delivered:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES:
+                self._break(f"the headers of the answer exceed {_HEAD_BYTES >> 10} KiB")
+                return
         call = self._call
         if call is None:
             if not self._complete:
@@ -291,7 +310,7 @@ class _Connection(asyncio.Protocol):
         call.connection = None
         if self._head_delivered and not self._framed and exc is None:
             call.deliver(End(call))  # a body that lasts until the connection closes
-        elif self._reused and not self._heard:
+        elif self._reused and not self._heard and self._closed_early:
             self._front.again(call)
         else:
             reason = f": {exc}" if exc is not None else ""

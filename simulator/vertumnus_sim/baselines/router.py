@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from vertumnus_router.core import refusals
 from vertumnus_router.core.audit import violations
+from vertumnus_router.core.breakers import Breakers
 from vertumnus_router.core.config import PolicyConfig
 from vertumnus_router.core.decodes import Decodes
 from vertumnus_router.core.effects import (
@@ -68,7 +69,8 @@ class BaselineRouter:
         self._membership = Membership(self._model.fault)
         self._ledger = Ledger()
         self._decodes = Decodes()
-        self._table = RequestTable(self._ledger, self._decodes)
+        breakers = Breakers(_SHARED.breaker, _SHARED.backoff, _SHARED.seed)
+        self._table = RequestTable(self._ledger, self._decodes, breakers)
         self._binding = EarlyBinding(
             rule,
             self._model,

@@ -152,6 +152,13 @@ def test_an_aged_queue_attracts_where_a_plain_sum_would_not() -> None:
     assert scene.dispatched("c", 1000).worker == first
 
 
+def test_one_long_prompt_weighs_more_than_some_short_ones() -> None:
+    scene = Scene("2x1")
+    long = scene.dispatched("long", 9000).worker
+    for name in ("a", "b", "c"):
+        assert scene.dispatched(name, 1000).worker != long
+
+
 def test_reservations_count_at_once() -> None:
     scene = Scene("4x1")
     workers = {scene.dispatched(f"r{i}", 1000).worker for i in range(4)}

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from vertumnus_router.core.config import PolicyConfig, PrefixConfig
+from vertumnus_router.core.config import BreakerConfig, PolicyConfig, PrefixConfig
 from vertumnus_router.core.control import ControlPlane
 from vertumnus_router.core.effects import (
     Abort,
@@ -91,6 +91,7 @@ class Events(RuleBasedStateMachine):
         config: dict[str, Any] = {
             "queue_limit": 4,
             "queue_timeout_s": 5.0,
+            "breaker": BreakerConfig(failure_threshold=2, success_threshold=1, open_s=1.0),
             "index_mib": 40.5 * NODE_BYTES / 2**20,
             "prefix": PrefixConfig(
                 mode="on",

@@ -1,5 +1,6 @@
 """Attempts fail before the first byte and are repeated elsewhere; after it they never are."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -43,6 +44,31 @@ def test_a_failure_before_the_first_byte_is_hidden_by_another_attempt(broken: An
     run(scenario())
 
 
+def test_the_body_is_let_go_with_the_first_byte() -> None:
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url) as it:
+            await it.ready()
+            may_answer = asyncio.Event()
+
+            async def answer(*request: Any) -> Any:
+                await may_answer.wait()
+                return await fake_pool.stream_slowly(tokens=1000, gap_s=0.02)(*request)
+
+            pool.answer = answer
+            task = asyncio.create_task(it.chat(stream=True))
+            await until(lambda: pool.running, "running")
+            (exchange,) = it.router.hot.live
+            assert b"hello" in exchange._body, "kept for another attempt"
+            may_answer.set()
+            async with await task as response:
+                await response.content.readany()
+                assert exchange._body == b""
+                assert exchange._call is not None
+                assert exchange._call.post is None  # type: ignore[union-attr]
+
+    run(scenario())
+
+
 def test_nothing_is_repeated_after_the_first_byte() -> None:
     async def scenario() -> None:
         async with FakePool(2) as pool, running(pool.url) as it:
@@ -60,12 +86,27 @@ def test_nothing_is_repeated_after_the_first_byte() -> None:
     run(scenario())
 
 
-def test_a_cut_answer_that_is_no_stream_ends_as_a_broken_connection() -> None:
+def test_a_cut_answer_that_is_no_stream_is_hidden_by_another_attempt() -> None:
     async def scenario() -> None:
         async with FakePool(2) as pool, running(pool.url) as it:
             await it.ready()
             headers = {"content-type": "application/json", "content-length": "100"}
-            pool.answer = drop_after([b'{"choices":'], headers)
+            pool.answers.append(drop_after([b'{"choices":'], headers))
+            async with await it.chat() as response:
+                assert response.status == 200
+                assert response.headers["x-vertumnus-attempts"] == "2"
+                assert (await response.json())["choices"]
+            await until(it.settled, "settled")
+
+    run(scenario())
+
+
+def test_a_cut_answer_too_long_to_be_held_back_ends_as_a_broken_connection() -> None:
+    async def scenario() -> None:
+        async with FakePool(2) as pool, running(pool.url) as it:
+            await it.ready()
+            headers = {"content-type": "application/json", "content-length": "1000000"}
+            pool.answer = drop_after([b'{"choices":', b" " * 500_000], headers)
             async with await it.chat() as response:
                 assert response.status == 200
                 with pytest.raises(Exception, match="payload"):

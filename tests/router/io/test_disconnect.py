@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import random
+import socket
+from typing import Any
 
 import aiohttp
 from vertumnus_router.core.config import LateConfig, PolicyConfig
+from vertumnus_router.io.config import Limits
 
 from tests.router.io import fake_pool
 from tests.router.io.fake_pool import FakePool
@@ -57,6 +60,58 @@ def test_in_the_middle_of_the_stream() -> None:
             await until(lambda: pool.aborted, "aborted", limit_s=1)
             assert pool.seen[0].disconnected
             assert not pool.seen[0].finished
+
+    run(scenario())
+
+
+def test_while_the_connection_to_the_front_is_being_made() -> None:
+    async def scenario() -> None:
+        limits = Limits(stop_s=1.0, probe_s=60.0, connect_s=60.0)
+        async with FakePool(1) as pool, running(pool.url, limits=limits) as it:
+            await it.ready()
+            await pool.stop_front()
+            with contextlib.ExitStack() as held:
+                # Its queue of connections is full, so the next ones get no answer at all.
+                listener = held.enter_context(socket.socket())
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(("127.0.0.1", pool.port))
+                listener.listen(0)
+                for _ in range(4):
+                    filler = held.enter_context(socket.socket())
+                    filler.setblocking(False)
+                    filler.connect_ex(("127.0.0.1", pool.port))
+                task = await leave(it, stream=True)
+                await until(lambda: it.router.core.pending_count, "accepted")
+                exchange = next(iter(it.router.hot.live))
+                await until(lambda: exchange._call is not None, "under way")
+                connecting = exchange._call.connecting  # type: ignore[union-attr]
+                await give_up(task)
+                await until(it.settled, "settled", limit_s=1)
+                assert connecting is not None
+                await until(connecting.cancelled, "no longer connecting", limit_s=1)
+
+    run(scenario())
+
+
+def test_while_its_connection_is_full_and_it_does_not_read() -> None:
+    async def flood(pool: FakePool, request: Any, seen: fake_pool.Seen) -> Any:
+        response = fake_pool.web.StreamResponse(headers=fake_pool.SSE)
+        await response.prepare(request)
+        while True:
+            await response.write(b"data: " + b"x" * 65536 + b"\n\n")
+
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url) as it:
+            await it.ready()
+            pool.answer = flood
+            response = await it.chat(stream=True)
+            await until(lambda: response.content.total_bytes > 0, "it streams")
+            exchange = next(iter(it.router.hot.live))
+            await until(lambda: exchange._heard_s is None, "the client is waited for")
+            response.close()
+            await until(it.settled, "settled", limit_s=1)
+            await until(lambda: not pool.running, "not running", limit_s=1)
+            await until(lambda: pool.aborted == [pool.seen[0].rid], "aborted", limit_s=1)
 
     run(scenario())
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
-from vertumnus_router.core.config import PolicyConfig, PrefixConfig
+from vertumnus_router.core.config import BackoffConfig, BreakerConfig, PolicyConfig, PrefixConfig
 from vertumnus_router.io.config import RouterConfig
 
 from sgl_vertumnus import launch_router, launch_server
@@ -262,6 +262,101 @@ def test_it_announces_serves_and_stops_with_0(number: signal.Signals, tmp_path: 
         assert "secret" not in output
 
     run(scenario())
+
+
+def test_a_second_signal_cuts_what_still_runs(tmp_path: Path) -> None:
+    import aiohttp
+
+    async def scenario() -> None:
+        async with FakePool(1) as pool:
+            flags = (*in_front_of(pool), "--stop-timeout-s", "600")
+            async with (
+                Launched(*flags, ready_file=tmp_path / "ready") as it,
+                aiohttp.ClientSession(it.url) as client,
+            ):
+
+                async def answers(path: str) -> int | None:
+                    try:
+                        async with client.get(path) as response:
+                            return response.status
+                    except aiohttp.ClientConnectorError:
+                        return None
+
+                while await answers("/readiness") != 200:
+                    await asyncio.sleep(0.02)
+                pool.answer = stream_slowly(tokens=100_000, gap_s=0.05)
+                body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+                async with client.post("/v1/chat/completions", json=body) as response:
+                    await response.content.readany()
+                    it.process.send_signal(signal.SIGTERM)
+                    while await answers("/readiness") is not None:  # 503 first, then refused
+                        await asyncio.sleep(0.02)
+                    assert await response.content.readany(), "the stream goes on"
+                    it.process.send_signal(signal.SIGTERM)
+                    assert await it.process.wait() == 0
+                    with pytest.raises(aiohttp.ClientError):
+                        await response.read()
+            await until(lambda: not pool.running, "the engine has nothing to do any more")
+
+    run(scenario())
+
+
+def test_the_flags_of_sglang_router_mean_what_they_mean_there() -> None:
+    given = {
+        "--retry-max-retries": "7",
+        "--retry-initial-backoff-ms": "20",
+        "--retry-max-backoff-ms": "4000",
+        "--retry-backoff-multiplier": "3",
+        "--retry-jitter-factor": "0.5",
+        "--cb-failure-threshold": "4",
+        "--cb-success-threshold": "2",
+        "--cb-timeout-duration-secs": "9",
+        "--cb-window-duration-secs": "8",
+        "--health-check-interval-secs": "11",
+        "--health-check-timeout-secs": "12",
+        "--health-failure-threshold": "13",
+        "--request-timeout-secs": "14",
+        "--stream-idle-timeout-secs": "inf",
+        "--client-idle-timeout-secs": "15",
+        "--retry-budget": "0.5",
+    }
+    flags = [word for pair in given.items() for word in pair]
+    options = launch_router._parser().parse_args(["--pool-urls", "http://a", *flags])
+    config = launch_router.router_config(options)
+    assert (config.policy.attempts, config.policy.retry_budget) == (7, 0.5)
+    assert config.policy.backoff == BackoffConfig(0.02, 4.0, 3.0, 0.5)
+    assert config.policy.breaker == BreakerConfig(True, 4, 2, 9.0, 8.0)
+    limits = config.limits
+    assert (limits.probe_s, limits.probe_timeout_s, limits.missed_probes) == (11, 12, 13)
+    waits = (limits.answer_s, limits.stream_idle_s, limits.client_idle_s)
+    assert waits == (14, float("inf"), 15)
+    off = ["--pool-urls", "http://a", "--disable-retries", "--disable-circuit-breaker"]
+    config = launch_router.router_config(launch_router._parser().parse_args(off))
+    assert config.policy.attempts == 1
+    assert not config.policy.breaker.enabled
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--disable-health-check"], "has no meaning here, leave it out: a server that is not"),
+        (["--health-check-endpoint", "/health"], "pools are asked for /vertumnus/pool"),
+        (["--health-success-threshold", "2"], "see --cb-success-threshold"),
+        (["--retry-max-retries", "0"], "attempts 0: must be 1 or more"),
+        (["--retry-backoff-multiplier", "0.5"], "backoff.multiplier 0.5: must be 1 or more"),
+        (["--retry-jitter-factor", "2"], "backoff.jitter 2.0: must lie between 0 and 1"),
+        (["--cb-failure-threshold", "0"], "breaker.failure_threshold 0: must be 1 or more"),
+        (["--health-check-interval-secs", "0"], "limits.probe_s 0.0: must be above 0"),
+        (["--stream-idle-timeout-secs", "nan"], "limits.stream_idle_s nan: must be above 0"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_the_reason(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        launch_router.main(["--pool-urls", "http://a", *flags])
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 def test_an_idle_router_costs_next_to_nothing(tmp_path: Path) -> None:

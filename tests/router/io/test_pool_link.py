@@ -26,6 +26,11 @@ def held(it: Running, rank: int = 0, pool: str = "fake") -> int:
     return -1
 
 
+def serving(it: Running) -> list[str]:
+    found = it.router.core.workers(it.router.clock.now())
+    return [str(worker.id) for worker in found if worker.state.value == "serving"]
+
+
 async def holds(it: Running, blocks: int, rank: int = 0) -> None:
     await until(lambda: held(it, rank) == blocks, f"rank {rank} holds {blocks} blocks")
 
@@ -151,10 +156,6 @@ def test_a_silent_rank_takes_its_worker_out_and_comes_back(
 ) -> None:
     monkeypatch.setattr(reports, "SILENCE_S", 0.8)
 
-    def serving(it: Running) -> list[str]:
-        found = it.router.core.workers(it.router.clock.now())
-        return [str(worker.id) for worker in found if worker.state.value == "serving"]
-
     async def scenario() -> None:
         async with FakePool(4, "2x1,1x2", beat_s=0.05) as pool, running(pool.url) as it:
             await it.ready()
@@ -224,17 +225,58 @@ def test_a_silent_rank_that_speaks_again_has_lost_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(reports, "SILENCE_S", 0.5)
 
     async def scenario() -> None:
-        async with FakePool(1, beat_s=0.05) as pool, running(pool.url) as it:
+        async with FakePool(2, beat_s=0.05) as pool, running(pool.url) as it:
             await it.ready()
+            await until(lambda: len(serving(it)) == 2, "both serve")
             rank = pool.ranks[0]
             rank.store([1, 2])
             await holds(it, 2)
             rank.silent = True
-            await until(lambda: not it.router.core.is_ready(), "out")
+            await until(lambda: serving(it) == ["fake/1x1"], "out")
             rank.store([3], 2)
             rank.silent = False
             await holds(it, 3)
             assert it.router.pools[0].counters.resets == 0
+
+    run(scenario())
+
+
+def test_a_pool_of_which_no_rank_is_heard_serves_on_as_it_was_and_that_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its front answers: most likely the reports do not get here."""
+    monkeypatch.setattr(reports, "SILENCE_S", 0.6)
+    monkeypatch.setattr(reports, "HEARTBEAT_S", 0.25)
+
+    async def scenario() -> None:
+        async with FakePool(4, "2x1,1x2", beat_s=0.05) as pool, running(pool.url) as it:
+            await it.ready()
+            await until(lambda: len(serving(it)) == 3, "all serve")
+            events = record(it)
+            pool.answer = fake_pool.stream_slowly(tokens=1000, gap_s=0.02)
+            stream = await it.chat(stream=True)
+            pool.beating = False
+            await until(lambda: it.router.pools[0].stale_s is not None, "stale")
+            checked_s = it.router.pools[0]._reports._checked_s  # type: ignore[union-attr]
+            await until(
+                lambda: it.router.pools[0]._reports._checked_s > checked_s + 1.5,  # type: ignore
+                "looked at again",
+            )
+            assert len(serving(it)) == 3
+            assert await stream.content.readany(), "the stream goes on"
+            pool.answer = fake_pool.stream
+            async with await it.chat() as response:
+                assert response.status == 200
+            async with it.client.get("/workers") as response:
+                assert (await response.json())["pools"][0]["stale_s"] > 0.6
+            assert (await it.samples())[f'vertumnus_pool_stale{{pool="{pool.url}"}}'] == 1
+            pool.ranks[3].silent = True
+            pool.beating = True
+            await until(lambda: len(serving(it)) == 2, "only who is silent while others are not")
+            assert it.router.pools[0].stale_s is None
+            lost = {event.rank.index for event in events if isinstance(event, RankLost)}
+            assert lost == {3}
+            stream.close()
 
     run(scenario())
 

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import pytest
+from vertumnus_router.io import upstream
 from vertumnus_router.io.mailbox import Mailbox
 from vertumnus_router.io.upstream import Body, Broken, Call, End, Front, Head, Message
 
@@ -171,6 +173,27 @@ def test_an_idle_connection_closed_by_the_server_costs_no_attempt() -> None:
     run(scenario())
 
 
+def test_a_kept_connection_that_breaks_later_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server had time to begin with the request: it is not sent a second time unasked."""
+    monkeypatch.setattr(upstream, "_CLOSING_S", 0.0)
+
+    async def answer(
+        talk: Conversation, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await talk.request(reader)
+        writer.write(OK + b"content-length: 5\r\n\r\nhello")
+        await talk.request(reader)
+
+    async def scenario() -> None:
+        async with talking(answer) as (talk, front):
+            assert await collect(send(front)[1]) == (200, b"hello", "end")
+            *_, cause = await collect(send(front)[1])
+            assert "without an answer" in cause
+            assert len(talk.requests) == 2
+
+    run(scenario())
+
+
 def test_a_fresh_connection_that_is_closed_is_a_failure() -> None:
     async def answer(
         talk: Conversation, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -194,6 +217,9 @@ def test_broken_answers_are_named() -> None:
         OK + b"content-length: 50\r\n\r\nhello": "in the middle of the answer",
         OK + b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n": "in the middle of the answer",
         OK + b"transfer-encoding: chunked\r\n\r\nzz\r\n": "not HTTP",
+        b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n": "not HTTP",
+        OK + b"x-a: b\r\n" * 9000: "the headers of the answer exceed 64 KiB",
+        b"HTTP/1.1 103 Early Hints\r\nx-a: b\r\n\r\n" * 2000: "the headers of the answer exceed",
     }
 
     async def scenario() -> None:
