@@ -97,7 +97,16 @@ class Decision:
     a cluster has dozens of candidates, and of most decisions only the choice is of interest.
     """
 
-    __slots__ = ("_candidates", "_prices", "decode", "decodes", "excluded", "policy", "request_id")
+    __slots__ = (
+        "_candidates",
+        "_chosen",
+        "_prices",
+        "decode",
+        "decodes",
+        "excluded",
+        "policy",
+        "request_id",
+    )
 
     def __init__(
         self,
@@ -115,6 +124,7 @@ class Decision:
         self.decodes = decodes
         self._prices = prices
         self._candidates: tuple[CostTerms, ...] | None = None
+        self._chosen: CostTerms | None = None
 
     @property
     def candidates(self) -> tuple[CostTerms, ...]:
@@ -127,7 +137,10 @@ class Decision:
     @property
     def chosen(self) -> CostTerms:
         """The candidate that was taken; ``IndexError`` if there is none."""
-        return self.candidates[0] if self._prices is None else self._prices.chosen()
+        if self._chosen is None:
+            prices = self._prices
+            self._chosen = self.candidates[0] if prices is None else prices.chosen()
+        return self._chosen
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Decision) and self._values() == other._values()

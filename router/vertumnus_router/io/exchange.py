@@ -8,6 +8,7 @@ byte of an answer, so until then an attempt can fail and another one follow.
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +31,7 @@ from vertumnus_router.io.api_errors import ApiError, in_openai_shape
 from vertumnus_router.io.asgi import Headers, Receive, Send, respond, respond_error
 from vertumnus_router.io.config import Limits
 from vertumnus_router.io.control_loop import ControlLoop
+from vertumnus_router.io.direct import Direct
 from vertumnus_router.io.engines import Engines
 from vertumnus_router.io.forwarding import (
     addressed,
@@ -111,6 +113,7 @@ class Exchange:
         clock: Clock,
         receive: Receive,
         send: Send,
+        direct: Direct | None,
     ) -> None:
         self.request = request
         self.dispatch: Dispatch | None = None
@@ -131,6 +134,7 @@ class Exchange:
         self._clock = clock
         self._receive = receive
         self._send = send
+        self._direct = direct
         self._call: Call | Pair | None = None
         #: what the current attempt waits for before it is sent
         self._pull: Copy | None = None
@@ -146,6 +150,8 @@ class Exchange:
         self._prefilled: set[str] = set()
         self._over = False
         self._started = False
+        #: a piece of the body is on its way to the client
+        self._sending = False
 
     @property
     def id(self) -> RequestId:
@@ -154,7 +160,7 @@ class Exchange:
     async def run(self) -> None:
         """Serve the request. A cancelled task (the router stops) leaves nothing behind."""
         self._control.own(self.id, self.mailbox.put)
-        watch = asyncio.create_task(self._watch())
+        watch = self._watch()
         try:
             self._control.feed(RequestArrived(self.request))
             while not self._over:
@@ -163,14 +169,22 @@ class Exchange:
             log.exception("request %s failed inside the router", self.id)
             await self._give_up()
         finally:
-            watch.cancel()
+            watch()
             if self._presumed is not None:
                 self._presumed.cancel()
             if not self._over:
                 self._cancel("stopped")
             self._control.disown(self.id)
 
-    async def _watch(self) -> None:
+    def _watch(self) -> Callable[[], None]:
+        """Have it told when the client leaves, until the returned function is called."""
+        if self._direct is not None:
+            self._direct.when_gone(partial(self.mailbox.put, Gone()))
+            return self._direct.forget
+        task = asyncio.create_task(self._see_off())
+        return lambda: task.cancel() and None
+
+    async def _see_off(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.mailbox.put(Gone())
@@ -398,9 +412,21 @@ class Exchange:
         self._heard_s = None
         if not self._streamed:
             await self._start_answer()
+            if isinstance(body.call, Call):
+                body.call.sink = self._pass_on
+        self._sending = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending = False
         body.call.consumed(len(body.data))
         self._heard_s = self._clock.now()
+
+    def _pass_on(self, data: bytes) -> bool:
+        """Send a piece of the body without the detour by the mailbox, unless the client is slow
+        or something is before it."""
+        if self._direct is None or self._sending or len(self.mailbox):
+            return False
+        self._heard_s = self._clock.now()
+        return self._direct.write(data)
 
     async def _start_answer(self) -> None:
         """The first byte is here: from now on there is no second attempt, and no need for the

@@ -25,6 +25,7 @@ from vertumnus_router.io.client_request import (
     wants_prompt_logprobs,
 )
 from vertumnus_router.io.control_loop import ControlLoop
+from vertumnus_router.io.direct import find
 from vertumnus_router.io.engines import Engines
 from vertumnus_router.io.exchange import Exchange, Opaque
 from vertumnus_router.io.forwarding import request_key, to_front
@@ -121,6 +122,7 @@ class HotPath:
             clock=self._clock,
             receive=receive,
             send=send,
+            direct=find(scope),
         )
         del body, asked  # the exchange drops the body once it cannot be needed again
         key = request_key(request_id)

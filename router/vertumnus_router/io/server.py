@@ -17,6 +17,7 @@ from vertumnus_router.clock import WallClock
 from vertumnus_router.io.admin import build_app
 from vertumnus_router.io.asgi import Receive, Scope, Send, respond
 from vertumnus_router.io.config import RouterConfig
+from vertumnus_router.io.direct import DirectProtocol
 from vertumnus_router.io.router import Router
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             build_app(router),
-            http="httptools",
+            http=DirectProtocol,
             lifespan="off",
             log_config=None,
             access_log=False,

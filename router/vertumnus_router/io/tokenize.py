@@ -16,6 +16,10 @@ NO_EVENTS_BLOCK_TOKENS = 64
 
 log = logging.getLogger(__name__)
 
+#: A body of so many bytes is tokenised where it is, for it takes no longer than to hand it to a
+#: thread and back, which stops the event loop as well.
+_SHORT_BYTES = 512
+
 
 class TokenizeService:
     """Turns requests into prompts on a few threads; a prompt that is late is estimated.
@@ -72,8 +76,10 @@ class TokenizeService:
         model, rules = self._model, self._rules
         if model is None or rules is None:
             return estimate(request, "no_tokenizer")
-        loop = asyncio.get_running_loop()
         try:
+            if request.body_bytes <= _SHORT_BYTES:
+                return tokenise(request, model, rules, self.cache)
+            loop = asyncio.get_running_loop()
             async with asyncio.timeout(self._deadline_s):
                 return await loop.run_in_executor(
                     self._pool, tokenise, request, model, rules, self.cache

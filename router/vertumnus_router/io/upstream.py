@@ -81,7 +81,7 @@ Deliver = Callable[[Message], None]
 class Call:
     """One request on its way. ``abandon`` closes its connection and silences it at once."""
 
-    __slots__ = ("_deliver", "connecting", "connection", "post")
+    __slots__ = ("_deliver", "connecting", "connection", "post", "sink")
 
     def __init__(self, post: "Post", deliver: Deliver) -> None:
         #: None once the front has begun to answer: nothing can be sent again then.
@@ -89,9 +89,11 @@ class Call:
         self._deliver: Deliver | None = deliver
         self.connection: _Connection | None = None
         self.connecting: asyncio.Task[None] | None = None
+        #: takes pieces of the body before they are delivered; False: deliver it
+        self.sink: Callable[[bytes], bool] | None = None
 
     def abandon(self) -> None:
-        self._deliver = None
+        self._deliver = self.sink = None
         self.post = None
         if self.connecting is not None:
             self.connecting.cancel()
@@ -352,6 +354,8 @@ class _Connection(asyncio.Protocol):
             return
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
+        if call.sink is not None and call.sink(data):
+            return
         self._unread += len(data)
         if self._unread > _UNREAD_BYTES and not self._paused:
             self._paused = True
