@@ -24,7 +24,7 @@ from pathlib import Path
 
 from vertumnus_bench.figures import say
 from vertumnus_bench.overhead import tokenizers
-from vertumnus_bench.overhead.comparison import LONG, QUICK, Comparison, Plan
+from vertumnus_bench.overhead.comparison import QUICK, Comparison, Plan, long
 from vertumnus_bench.overhead.mock_pool import mock_pool
 from vertumnus_bench.overhead.targets import NAMES, targets
 
@@ -46,12 +46,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = tokenizers.bytes_only(folder) if options.quick else tokenizers.embedded()
-        cached = tokenizers.shared_blocks(tokenizer, LONG)
+        plan = QUICK if options.quick else Plan()
+        cached = tokenizers.shared_blocks(tokenizer, long(plan.long_bytes))
         with (
             mock_pool(folder, tokenizer, cached) as pool,
             targets(pool, folder, options.peers, say) as found,
         ):
-            plan = QUICK if options.quick else Plan()
             figures = Comparison(pool, found, plan, say).figures()
     result = {one: figures.get(one) for one in NAMES}
     if not options.json:

@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from vertumnus_bench.overhead.targets import Target
 EVENTS = 16
 GAP_US = 5000
 CLIENTS, MANY_CLIENTS = 16, 128
-LONG_BYTES = 64 * 1024
 #: A stream that is weighed stays open for longer than it takes to open all.
 _OPEN_S = 4
 
@@ -34,8 +33,9 @@ def document(size: int, seed: int = 0) -> str:
     return text[:size]
 
 
-#: A question about a document that the worker has cached.
-LONG = chat(document(LONG_BYTES) + "\nWhat does it say about the number @@@@@@@@?")
+def long(size: int) -> bytes:
+    """A question about a document of ``size`` bytes."""
+    return chat(document(size) + "\nWhat does it say about the number @@@@@@@@?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,11 @@ class Plan:
 
     rounds: int = 5
     seconds: float = 2.0
+    long_bytes: int = 64 * 1024
     open_streams: int = 1000
 
 
-QUICK = Plan(rounds=1, seconds=0.2, open_streams=50)
+QUICK = Plan(rounds=1, seconds=0.1, long_bytes=2048, open_streams=50)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Comparison:
         """By target: ``short``, ``prompt64k``, ``stream``, ``kib_per_stream``. CPU microseconds
         are of the router alone, and medians as the times are; rates are those of the best turn."""
         found: dict[str, dict[str, Any]] = {one.name: {} for one in self._targets}
-        for name, body in (("short", SHORT), ("prompt64k", LONG)):
+        for name, body in (("short", SHORT), ("prompt64k", long(self._plan.long_bytes))):
             few, many = self._turns(body, CLIENTS), self._turns(body, MANY_CLIENTS)
             for target in found:
                 found[target][name] = {
@@ -149,7 +150,7 @@ def _first(turn: Turn) -> Times:
     return turn.seen.first
 
 
-def _median(values: Any) -> float:
+def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 3)
 
 

@@ -69,6 +69,10 @@ class Running:
                 raise RuntimeError("the load ended before all its connections were answered")
             self._lines.append(line)
 
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
     def result(self) -> Seen:
         out, _ = self._process.communicate()
         if self._process.returncode != 0:

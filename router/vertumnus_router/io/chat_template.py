@@ -100,6 +100,8 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
+            # A chain of mappings as it comes, of which every rendering makes one of these.
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as exc:
             raise TemplateError(f"the chat template does not compile: {exc}") from exc
         self.source = source

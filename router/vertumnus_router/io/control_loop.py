@@ -96,18 +96,18 @@ class ControlLoop:
         """Take in one event and hand out what follows from it."""
         for effect in self._core.on_event(event, self._clock.now()):
             match effect:
-                case Regroup() | PlanEnded() | Copy() | Reclaim() | TransferRefused():
-                    self._command(effect)
-                case Verdict():
-                    log_verdict(effect)
-                case BreakerChanged(worker, state, reason):
-                    log.warning("worker %s: circuit breaker %s: %s", worker, state.value, reason)
                 case Dispatch() | Reject() | Abort():
                     if isinstance(effect, Dispatch) and effect.pull is not None:
                         self._pull(effect.pull)
                     deliver = self._owners.get(effect.request_id)
                     if deliver is not None:
                         deliver(effect)
+                case Regroup() | PlanEnded() | Copy() | Reclaim() | TransferRefused():
+                    self._command(effect)
+                case Verdict():
+                    log_verdict(effect)
+                case BreakerChanged(worker, state, reason):
+                    log.warning("worker %s: circuit breaker %s: %s", worker, state.value, reason)
         if self._core.queued_count:
             self._busy.set()
 

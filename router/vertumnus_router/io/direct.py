@@ -57,7 +57,8 @@ class DirectProtocol(HttpToolsProtocol):
     """uvicorn's connection, with the extension."""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cycle.scope["extensions"] = {_EXTENSION: Direct(cycle)}  # type: ignore[typeddict-item]
+        extensions: dict[str, Any] = {_EXTENSION: Direct(cycle)}
+        cycle.scope["extensions"] = extensions
         super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:

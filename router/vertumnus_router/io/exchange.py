@@ -164,7 +164,8 @@ class Exchange:
         try:
             self._control.feed(RequestArrived(self.request))
             while not self._over:
-                await self._take(await self.mailbox.get())
+                box = self.mailbox
+                await self._take(await box.get() if box.empty else box.take())
         except Exception:
             log.exception("request %s failed inside the router", self.id)
             await self._give_up()
@@ -182,7 +183,11 @@ class Exchange:
             self._direct.when_gone(partial(self.mailbox.put, Gone()))
             return self._direct.forget
         task = asyncio.create_task(self._see_off())
-        return lambda: task.cancel() and None
+
+        def stop() -> None:
+            task.cancel()
+
+        return stop
 
     async def _see_off(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -242,6 +247,9 @@ class Exchange:
         match message:
             case Dispatch():
                 self._attempt(message)
+            case Head() | Body() | End() | Broken() | Arrived() | LegFailed() | Stalled():
+                if message.call is self._call:  # else of an attempt that is no longer wanted
+                    await self._heard(message)
             case Abort(worker=worker, attempt=attempt, leg=leg):
                 now = self.dispatch
                 if now is not None and (now.worker, now.attempt) == (worker, attempt):
@@ -256,10 +264,10 @@ class Exchange:
                 await self._rejected(message)
             case Gone():
                 self._cancel("cancelled")
-            case Head() | Body() | End() | Broken() | Arrived() | LegFailed() | Stalled() if (
-                message.call is not self._call
-            ):
-                pass  # of an attempt that is no longer wanted
+
+    async def _heard(self, message: Message | Arrived | LegFailed | Stalled) -> None:
+        """What the current call says."""
+        match message:
             case Head():
                 self._begun(message)
             case Body():
@@ -423,7 +431,7 @@ class Exchange:
     def _pass_on(self, data: bytes) -> bool:
         """Send a piece of the body without the detour by the mailbox, unless the client is slow
         or something is before it."""
-        if self._direct is None or self._sending or len(self.mailbox):
+        if self._direct is None or self._sending or not self.mailbox.empty:
             return False
         self._heard_s = self._clock.now()
         return self._direct.write(data)

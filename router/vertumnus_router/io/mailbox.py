@@ -20,13 +20,18 @@ class Mailbox(Generic[T]):
         self._items: deque[T] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def __len__(self) -> int:
-        return len(self._items)
-
     def put(self, item: T) -> None:
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    @property
+    def empty(self) -> bool:
+        return not self._items
+
+    def take(self) -> T:
+        """The next item; ``IndexError`` if there is none."""
+        return self._items.popleft()
 
     async def get(self) -> T:
         while not self._items:

@@ -4,12 +4,13 @@ client wrote."""
 from collections.abc import Callable, Iterable
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vertumnus_router.core.effects import Cause, CostTerms
 from vertumnus_router.core.events import CopyEnded, ReclaimEnded, RegroupEnded, TransferOutcome
+from vertumnus_router.io.quick_labels import Counter, Histogram
 from vertumnus_router.io.ttft import PARTS, RecentSplits
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

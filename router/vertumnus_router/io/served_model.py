@@ -40,11 +40,9 @@ class ServedModel:
         self.paired = paired
         self._profile = profile
         self._pools: dict[str, Served] = {}
-
-    @property
-    def description(self) -> Served | None:
-        """Of the pool that has been here longest."""
-        return next(iter(self._pools.values()), None)
+        #: of the pool that has been here longest
+        self.description: Served | None = None
+        self._kv_tokens = 0
 
     @property
     def prefill_only(self) -> bool:
@@ -95,9 +93,17 @@ class ServedModel:
 
     def joined(self, pool: Served) -> None:
         self._pools[pool.pool_id] = pool
+        self._look()
 
     def left(self, pool_id: str) -> None:
         self._pools.pop(pool_id, None)
+        self._look()
+
+    def _look(self) -> None:
+        """Work out what every request asks for."""
+        self.description = next(iter(self._pools.values()), None)
+        kv_tokens = (pool.model.kv_capacity_tokens for pool in self._pools.values())
+        self._kv_tokens = max(kv_tokens, default=0)
 
     def check(self, asked: str | None) -> None:
         """``ApiError`` 404 for a model that is not this one. LoRA adapters are asked for as
@@ -127,8 +133,7 @@ class ServedModel:
         context_tokens = self.description.model.context_tokens
         if wanted is not None and input_tokens + wanted > context_tokens:
             return wanted
-        kv_tokens = max(pool.model.kv_capacity_tokens for pool in self._pools.values())
-        room = max(min(context_tokens, kv_tokens) - input_tokens, 0)
+        room = max(min(context_tokens, self._kv_tokens) - input_tokens, 0)
         return min(wanted or asked.default_output_tokens or room, room)
 
     def cards(self) -> list[dict[str, Any]]:

@@ -1,0 +1,111 @@
+"""Pieces of a stream that go around the task of their request."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+from vertumnus_router.io import hot_path
+
+from tests.router.io.fake_pool import SSE, FakePool, Seen, pools, sse_chunks
+from tests.router.io.harness import run, running, until
+
+_PIECES = 400
+_PIECE = b"x" * 32_000
+
+
+async def flood(pool: FakePool, request: web.Request, seen: Seen) -> web.StreamResponse:
+    """A stream that is far too large for the sockets on its way, every piece another one."""
+    response = web.StreamResponse(headers=SSE)
+    await response.prepare(request)
+    for number in range(_PIECES):
+        await response.write(b"data: %06d%b\n\n" % (number, _PIECE))
+    await response.write_eof()
+    return response
+
+
+@pytest.mark.parametrize("extension", [True, False])
+def test_a_slow_client_gets_every_piece_in_order(
+    extension: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads now and then, so that pieces go both ways, around the task and through it."""
+    if not extension:
+        monkeypatch.setattr(hot_path, "find", lambda _: None)
+
+    async def scenario() -> None:
+        pool = FakePool()
+        async with pools(pool), running(pool.url) as router:
+            await router.ready()
+            pool.answer = flood
+            async with await router.chat(stream=True) as response:
+                body = bytearray()
+                while piece := await response.content.read(300_000):
+                    body += piece
+                    if len(body) % 7 == 0:
+                        await asyncio.sleep(0.01)
+            events = bytes(body).split(b"\n\n")[:-1]
+            assert [int(event[6:12]) for event in events] == list(range(_PIECES))
+            assert all(event[12:] == _PIECE for event in events)
+            await until(router.settled, "settled")
+
+    run(scenario())
+
+
+def test_a_stream_goes_around_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+
+    class Spy:
+        def __init__(self, direct: Any) -> None:
+            self._direct = direct
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._direct, name)
+
+        def write(self, data: bytes) -> bool:
+            sent.append(data)
+            return bool(self._direct.write(data))
+
+    found = hot_path.find
+    monkeypatch.setattr(hot_path, "find", lambda scope: Spy(found(scope)))
+    turns: list[asyncio.Event] = [asyncio.Event() for _ in range(4)]
+
+    async def in_turns(pool: FakePool, request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        for turn, chunk in zip(turns, sse_chunks(3), strict=True):
+            await response.write(chunk)
+            await turn.wait()
+        await response.write_eof()
+        return response
+
+    async def scenario() -> None:
+        pool = FakePool()
+        async with pools(pool), running(pool.url) as router:
+            await router.ready()
+            pool.answer = in_turns
+            async with await router.chat(stream=True) as response:
+                for turn, chunk in zip(turns, sse_chunks(3), strict=True):
+                    assert await response.content.readexactly(len(chunk)) == chunk
+                    turn.set()
+            # The first one begins the answer, which is for the task to do.
+            assert sent == sse_chunks(3)[1:]
+
+    run(scenario())
+
+
+def test_an_answer_of_a_declared_length_is_whole() -> None:
+    async def scenario() -> None:
+        pool = FakePool()
+        text = "y" * 3_000_000
+
+        async def long(pool: FakePool, request: web.Request, seen: Seen) -> web.StreamResponse:
+            return web.Response(text=text)
+
+        async with pools(pool), running(pool.url) as router:
+            await router.ready()
+            pool.answer = long
+            async with await router.chat() as response:
+                assert response.headers["content-length"] == str(len(text))
+                assert await response.text() == text
+
+    run(scenario())
