@@ -201,6 +201,8 @@ class Binding:
 
     def _home(self, candidate: Candidate) -> Rank:
         """The rank with the fewest requests: a split then divides them evenly."""
+        if candidate.degree == 1:
+            return Rank(candidate.pool.pool, candidate.block.first)
         ranks = (Rank(candidate.pool.pool, index) for index in candidate.block.ranks)
         return min(ranks, key=self._table.homed)
 

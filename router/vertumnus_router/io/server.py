@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import resource
@@ -52,6 +53,9 @@ def run_router(config: RouterConfig) -> None:
     metrics = None if config.prometheus is None else listen(*config.prometheus)
     _raise_file_limit()
     print(f"router configuration:\n{_indent(config.describe())}", flush=True)
+    # What has been imported stays: no search for garbage need look at it again.
+    gc.collect()
+    gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve_until_signalled(router, listener, metrics))
 
