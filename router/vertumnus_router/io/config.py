@@ -55,8 +55,9 @@ class RouterConfig:
     """``pool_urls`` must be pools; ``worker_urls`` may be servers of plain SGLang as well, and so
     may ``prefill_urls``, each with its bootstrap port if it does not say it itself.
     ``decode_urls`` are the decode servers of what prefills only. ``discovery`` finds more of all
-    these. ``profile`` is the name of a shipped profile or the path of a file. ``control_key`` is sent to the fronts as a bearer token
-    with commands (aborts), and lets clients on other hosts give commands of operators.
+    these. ``profile`` is the name of a shipped profile or the path of a file. ``control_key`` is
+    sent to the fronts as a bearer token with commands (aborts), and lets clients on other hosts
+    give commands of operators.
     ``prometheus`` is another address, host and port, to serve metrics at.
     ``tokenizer_path`` replaces the path that the pools name. ``ready_file`` is written once the
     router listens."""
