@@ -87,6 +87,18 @@ def test_devices_in_an_order_that_tears_the_pairs() -> None:
     assert "blocks 0-1, 2-3" in why and "--cp-degrees 1," in why and "CUDA_VISIBLE_DEVICES" in why
 
 
+def test_a_ring_of_links_does_not_connect_all() -> None:
+    """Neighbours reach each other; the first and the third do not."""
+    ring = (
+        ("X", "NV1", "SYS", "NV1"),
+        ("NV1", "X", "NV1", "SYS"),
+        ("SYS", "NV1", "X", "NV1"),
+        ("NV1", "SYS", "NV1", "X"),
+    )
+    (why,) = judge(Topology(ring), (1, 2, 4)).refusals
+    assert "block 0-3" in why
+
+
 def test_without_nvlink_the_distance_is_told() -> None:
     verdict = judge(Topology.parse(PCIE), (1, 2, 4))
     assert not verdict.refusals
