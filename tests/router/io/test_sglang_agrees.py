@@ -17,9 +17,10 @@ from vertumnus_router.core.types import PoolId, Rank
 from vertumnus_router.io.client_request import Endpoint, parse
 from vertumnus_router.io.decodes import DecodeServer
 from vertumnus_router.io.event_stream import EventStream
-from vertumnus_router.io.forwarding import paired_bodies
+from vertumnus_router.io.forwarding import addressed, paired_bodies
 from vertumnus_router.io.hashing import block_hashes
 from vertumnus_router.io.kv_batch import decode_batch, index_events
+from vertumnus_router.io.plain import ServerInfo
 from vertumnus_router.io.prompt import PromptRules, tokenise
 from vertumnus_router.io.rank_feed import RankFeed
 from vertumnus_router.io.tokenizer_files import load
@@ -336,7 +337,7 @@ SPOOFED = {"bootstrap_host": "evil", "bootstrap_room": 1, "rid": "mine", "routed
 def decode_leg(client: dict[str, Any]) -> Any:
     """The body of a decode leg, as FastAPI reads it."""
     _, body = paired_bodies(
-        orjson.dumps(client | SPOOFED), host="::1", port=8998, room=ROOM, home=1, rid="r" * 32
+        orjson.dumps(client | SPOOFED), host="::1", port=8998, room=ROOM, dp_rank=1, rid="r" * 32
     )
     return json.loads(body)
 
@@ -350,6 +351,23 @@ def as_decoded(request: Any) -> tuple[Any, ...]:
         request.rid,
         request.routed_dp_rank,
     )
+
+
+def test_plain_sglang_takes_id_and_rank_from_the_body() -> None:
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    spoofed = {"rid": "mine", "routed_dp_rank": 9, "data_parallel_rank": 9}
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    for read, body in (
+        (ChatCompletionRequest.model_validate, chat),
+        (CompletionRequest.model_validate, {"model": "m", "prompt": "x"}),
+        (lambda fields: GenerateReqInput(**fields), {"text": "x"}),
+    ):
+        for dp_rank in (1, None):
+            sent = addressed(orjson.dumps(body | spoofed), rid="r" * 32, dp_rank=dp_rank)
+            parsed = read(json.loads(sent))
+            assert (parsed.rid, parsed.routed_dp_rank) == ("r" * 32, dp_rank)
 
 
 def test_chat_and_completions_take_what_pairs_the_legs() -> None:
@@ -384,6 +402,7 @@ def test_generate_numbers_the_rooms_of_a_batch() -> None:
 def test_server_info_says_what_is_read_of_it() -> None:
     from sglang.srt.server_args import ServerArgs
 
-    read = {one.name for one in msgspec.structs.fields(DecodeServer)}
-    not_arguments = {"startup_time", "internal_states"}
+    read = {one.name for kind in (DecodeServer, ServerInfo) for one in msgspec.structs.fields(kind)}
+    not_arguments = {"startup_time", "internal_states", "kv_events"}
+    not_arguments |= {"max_total_num_tokens", "max_req_input_len"}
     assert read - not_arguments <= set(ServerArgs.__struct_fields__)
