@@ -153,7 +153,7 @@ class HotPath:
             streams=True,
             opaque=Opaque(scope["method"].encode(), repeatable),
             arrived_s=arrived_s,
-            target=_target(path, scope),
+            target=_target(quote(path, safe=_PATH_CHARS), scope),
             body=body,
             headers=to_front(scope["headers"]),
             client_id=client_id,
@@ -163,6 +163,7 @@ class HotPath:
             clock=self._clock,
             receive=receive,
             send=send,
+            direct=find(scope),
         )
         del body
         key = request_key(request_id)
@@ -200,5 +201,5 @@ def _client_id(scope: Scope, request_id: str) -> bytes:
 
 def _target(path: str, scope: Scope) -> bytes:
     query: bytes = scope.get("query_string", b"")
-    target = quote(path, safe=_PATH_CHARS).encode()
+    target = path.encode()
     return target + b"?" + query if query else target
