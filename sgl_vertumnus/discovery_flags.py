@@ -25,8 +25,9 @@ def add_discovery_flags(parser: argparse.ArgumentParser) -> None:
         "--discovery-file",
         type=Path,
         metavar="FILE",
-        help="follow the servers named in FILE, which may change: one URL a line, or JSON, a list "
-        'of URLs or {"workers": [...], "decode": [...]}. Replace it by renaming another onto it',
+        help="follow the servers named in FILE, which may change: one URL of a worker a line, or "
+        'JSON, a list of URLs or {"workers": [], "prefill": [], "decode": []}. Replace it by '
+        "renaming another onto it",
     )
     add(
         "--service-discovery",
@@ -35,11 +36,11 @@ def add_discovery_flags(parser: argparse.ArgumentParser) -> None:
         "service account reaches",
     )
     labels = {"nargs": "+", "type": _label, "default": [], "metavar": "KEY=VALUE"}
-    add("--selector", **labels, help="labels of the Services of pools")  # type: ignore[arg-type]
+    add("--selector", **labels, help="labels of the Services of workers")  # type: ignore[arg-type]
     add(
         "--prefill-selector",
         **labels,  # type: ignore[arg-type]
-        help="the same as --selector, for pools that prefill only",
+        help="labels of the Services of workers that prefill only",
     )
     add("--decode-selector", **labels, help="labels of the Services of decode servers")  # type: ignore[arg-type]
     add(
@@ -61,12 +62,11 @@ def discovery_config(options: argparse.Namespace) -> tuple[Discovery, ...]:
     if options.discovery_file is not None:
         found.append(FileDiscovery(options.discovery_file))
     if options.service_discovery:
-        if options.selector and options.prefill_selector:
-            raise ConfigError("--selector and --prefill-selector mean the same here: give one")
         found.append(
             KubernetesDiscovery(
                 api=_in_cluster(),
-                workers=_selector(options.selector or options.prefill_selector),
+                workers=_selector(options.selector),
+                prefills=_selector(options.prefill_selector),
                 decodes=_selector(options.decode_selector),
                 namespace=options.service_discovery_namespace,
                 port=options.service_discovery_port,

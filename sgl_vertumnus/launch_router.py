@@ -64,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def router_config(options: argparse.Namespace) -> RouterConfig:
     """The configuration that the options name. Raises ``ConfigError``."""
     return RouterConfig(
+        discovery=discovery_config(options),
         pool_urls=options.pool_urls,
         worker_urls=worker_urls(options),
         prefill_urls=prefill_urls(options),
         decode_urls=tuple(options.decode),
-        discovery=discovery_config(options),
         host=options.host,
         port=options.port,
         policy=PolicyConfig(

@@ -61,10 +61,11 @@ def policy_name(text: str) -> str:
 def worker_urls(options: argparse.Namespace) -> tuple[str, ...]:
     """``ConfigError`` if no server is named, or --pd-disaggregation has not got what it needs."""
     if options.worker_urls is None:
-        if not (options.pool_urls or options.prefill):
+        if not (options.pool_urls or options.prefill or _discovers(options)):
             raise ConfigError(
-                "name at least one pool or worker with --pool-urls or --worker-urls; without a "
-                "URL, --worker-urls starts the router empty"
+                "name at least one pool or worker with --pool-urls or --worker-urls, or what finds "
+                "them with --service-discovery or --discovery-file; without a URL, --worker-urls "
+                "starts the router empty"
             )
         return ()
     return tuple(url for text in options.worker_urls for url in text.split(",") if url.strip())
@@ -73,12 +74,16 @@ def worker_urls(options: argparse.Namespace) -> tuple[str, ...]:
 def prefill_urls(options: argparse.Namespace) -> tuple[tuple[str, int | None], ...]:
     """URLs and bootstrap ports. ``ConfigError`` for what is no port, or if --pd-disaggregation has
     not got what it needs."""
-    if options.pd_disaggregation:
+    if options.pd_disaggregation and not _discovers(options):
         if not options.decode:
             raise ConfigError("--pd-disaggregation: name the decode servers with --decode URL")
         if not (options.prefill or options.pool_urls or options.worker_urls):
             raise ConfigError("--pd-disaggregation: name the prefill servers with --prefill URL")
     return tuple(_prefill(*given) for given in options.prefill)
+
+
+def _discovers(options: argparse.Namespace) -> bool:
+    return bool(options.service_discovery or options.discovery_file)
 
 
 def _prefill(url: str, port: str = "none", *more: str) -> tuple[str, int | None]:

@@ -8,7 +8,7 @@ import pytest
 from vertumnus_router.clock import VirtualClock, WallClock
 from vertumnus_router.core.config import ConfigError
 from vertumnus_router.io.discovery.config import FileDiscovery, KubernetesDiscovery
-from vertumnus_router.io.discovery.file import FileError, FileSource, Servers, parse
+from vertumnus_router.io.discovery.file import FileError, FileSource, parse
 from vertumnus_router.io.discovery.following import Following
 from vertumnus_router.io.fleet import Role
 
@@ -86,7 +86,8 @@ def test_a_server_in_another_role_is_named_once(caplog: pytest.LogCaptureFixture
     ],
 )
 def test_what_a_file_names(content: bytes, workers: list[str], decodes: list[str]) -> None:
-    assert parse(content) == Servers(frozenset(workers), frozenset(decodes))
+    expected = {Role.WORKER: workers, Role.PREFILL: [], Role.DECODE: decodes}
+    assert parse(content) == {role: frozenset(urls) for role, urls in expected.items()}
 
 
 @pytest.mark.parametrize(
@@ -138,10 +139,13 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
                 clock.advance(1)
             assert set(fleet.members) == {A, C} and source.trouble is not None
 
-        path.write_bytes(orjson.dumps({"workers": [A], "decode": [B]}))
+        path.write_bytes(orjson.dumps({"workers": [A], "prefill": [C], "decode": [B]}))
         await source.look()
         await source.look()
-        assert fleet.members == {A: Role.WORKER, B: Role.DECODE} and source.trouble is None
+        assert (
+            fleet.members == {A: Role.WORKER, B: Role.DECODE, C: Role.PREFILL}
+            and source.trouble is None
+        )
 
         path.write_text("")
         for _ in range(9):
@@ -205,7 +209,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--service-discovery-namespace", "serving"),
     )
     assert isinstance(found, KubernetesDiscovery)
-    assert found.workers == (("app", "pool"), ("tier", "gpu"))
+    assert (found.workers, found.prefills) == ((), (("app", "pool"), ("tier", "gpu")))
     assert found.decodes == (("app", "decode"),)
     assert (found.namespace, found.port) == ("serving", 30000)
     assert found.api.url == "https://[fd00::1]:6443"
@@ -216,7 +220,6 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--service-discovery"], "--selector"),
         (["--selector", "a=b"], "need --service-discovery"),
-        (["--service-discovery", "--selector", "a=b", "--prefill-selector", "a=b"], "give one"),
         (["--service-discovery", "--selector", "a=b", "a=c"], "twice"),
         (["--service-discovery", "--selector", "a=b"], "in a pod of Kubernetes only"),
     ],

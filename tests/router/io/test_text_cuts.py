@@ -128,6 +128,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=60)
 @given(text=texts, part_chars=st.integers(1, 30), special=st.booleans())
 def test_other_kinds(name: str, text: str, part_chars: int, special: bool) -> None:
     cuts = TextCuts.of(TOKENIZERS[name], part_chars)

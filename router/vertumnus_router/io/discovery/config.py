@@ -23,19 +23,21 @@ class ApiServer:
 
 @dataclass(frozen=True, slots=True)
 class KubernetesDiscovery:
-    """Selectors are of the labels of Services, and select workers and decode servers; an empty one
-    selects none. ``namespace`` None means all. ``port`` None means what the Service names."""
+    """Selectors are of the labels of Services; an empty one selects none. ``prefills`` are workers
+    that leave the decoding to ``decodes``. ``namespace`` None means all. ``port`` None means what
+    the Service names."""
 
     api: ApiServer
-    workers: Selector
+    workers: Selector = ()
+    prefills: Selector = ()
     decodes: Selector = ()
     namespace: str | None = None
     port: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.workers:
+        if not (self.workers or self.prefills):
             raise ConfigError(
-                "service discovery needs the labels of the pools' Service: "
+                "service discovery needs the labels of the workers' Service: "
                 "--selector app=pool, or --prefill-selector beside --decode-selector"
             )
         if self.port is not None and not 1 <= self.port <= 65535:

@@ -1,12 +1,11 @@
 """Servers named in a file: one URL a line, or JSON.
 
-JSON is a list of URLs of workers, or an object ``{"workers": [...], "decode": [...]}``. In lines,
-what follows a ``#`` is a comment.
+Lines and a JSON list name workers. A JSON object ``{"workers": [], "prefill": [], "decode": []}``
+names each kind. In lines, what follows a ``#`` is a comment.
 """
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -28,19 +27,16 @@ class FileError(ValueError):
 
 class _Named(msgspec.Struct, forbid_unknown_fields=True):
     workers: list[str] = []
+    prefill: list[str] = []
     decode: list[str] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Servers:
-    """URLs without a slash at their end."""
-
-    workers: frozenset[str]
-    decodes: frozenset[str]
+Servers = dict[Role, frozenset[str]]
 
 
 def parse(content: bytes) -> Servers:
-    """What a file says. Raises ``FileError``."""
+    """What a file says: the URLs of each role, without a slash at their end. Raises
+    ``FileError``."""
     try:
         if content.lstrip()[:1] in (b"[", b"{"):
             either = msgspec.json.decode(content, type=_Named | list[str])
@@ -48,14 +44,15 @@ def parse(content: bytes) -> Servers:
         else:
             lines = (line.partition("#")[0].strip() for line in content.decode().splitlines())
             named = _Named([line for line in lines if line])
-        check_urls("workers", tuple(named.workers), "worker")
-        check_urls("decode", tuple(named.decode), "decode server")
+        check_urls("servers", (*named.workers, *named.prefill, *named.decode), "server")
     except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as exc:
         raise FileError(str(exc)) from exc
-    return Servers(
-        frozenset(url.rstrip("/") for url in named.workers),
-        frozenset(url.rstrip("/") for url in named.decode),
+    roles = (
+        (Role.WORKER, named.workers),
+        (Role.PREFILL, named.prefill),
+        (Role.DECODE, named.decode),
     )
+    return {role: frozenset(url.rstrip("/") for url in urls) for role, urls in roles}
 
 
 class FileSource:
@@ -69,7 +66,7 @@ class FileSource:
         self._clock = clock
         self.following = [
             Following(fleet, role, clock, what=self.name, grace_s=grace_s)
-            for role in (Role.WORKER, Role.DECODE)
+            for role in (Role.WORKER, Role.PREFILL, Role.DECODE)
         ]
         self._read: bytes | None = None
 
@@ -95,5 +92,5 @@ class FileSource:
         if fresh and any(one.urls for one in self.following):
             return
         self.trouble = None
-        for one, urls in zip(self.following, (servers.workers, servers.decodes), strict=True):
-            one.replace(urls)
+        for one in self.following:
+            one.replace(servers[one.role])

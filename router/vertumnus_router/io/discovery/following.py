@@ -33,7 +33,7 @@ class Following:
         self, fleet: Joins, role: Role, clock: Clock, *, what: str, grace_s: float = GRACE_S
     ) -> None:
         self._fleet = fleet
-        self._role = role
+        self.role = role
         self._clock = clock
         self._what = what
         self._grace_s = grace_s
@@ -59,7 +59,7 @@ class Following:
         """Follow these too."""
         for url in sorted(set(urls) - self._urls):
             try:
-                joined = self._fleet.join(url, self._role)
+                joined = self._fleet.join(url, self.role)
             except (AlreadyThere, ConfigError) as exc:
                 if url not in self._refused:
                     log.error("%s: %s", self._what, exc)
@@ -67,7 +67,7 @@ class Following:
                 continue
             self._refused.discard(url)
             if joined:  # else it was named elsewhere, and is not this source's to take away
-                log.info("%s: %s %s is here", self._what, self._role.value, url)
+                log.info("%s: %s %s is here", self._what, self.role.value, url)
                 self._urls.add(url)
 
     def replace(self, urls: Iterable[str]) -> None:
@@ -78,13 +78,13 @@ class Following:
                 self._empty_since_s = self._clock.now()
                 log.warning(
                     "%s names no %s any more: %d of them stay for %g s",
-                    *(self._what, self._role.value, len(self._urls), self._grace_s),
+                    *(self._what, self.role.value, len(self._urls), self._grace_s),
                 )
             if self._clock.now() - self._empty_since_s < self._grace_s:
                 return
         self._empty_since_s = None
         self.add(wanted)
         for url in sorted(self._urls - wanted):
-            log.info("%s: %s %s is gone", self._what, self._role.value, url)
+            log.info("%s: %s %s is gone", self._what, self.role.value, url)
             self._urls.discard(url)
             self._fleet.leave(url)

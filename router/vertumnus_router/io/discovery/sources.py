@@ -38,6 +38,7 @@ def sources(
             case KubernetesDiscovery():
                 for role, selector in (
                     (Role.WORKER, config.workers),
+                    (Role.PREFILL, config.prefills),
                     (Role.DECODE, config.decodes),
                 ):
                     if selector:
