@@ -37,11 +37,11 @@ def failure_of(status: int) -> Failure:
 
 
 def retry_after_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
-    """After how many seconds the engine wants to be asked again, None if it does not say. A date
-    is not read: it would need the engine's clock."""
+    """After how many seconds the engine wants to be asked again, a day at most; None if it does
+    not say. A date is not read: it would need the engine's clock."""
     for name, value in headers:
         if name == b"retry-after" and value.isdigit():
-            return float(value)
+            return min(float(value), 86_400.0)
     return None
 
 

@@ -253,15 +253,22 @@ def test_a_worker_that_is_full_is_not_asked_again_before_its_time() -> None:
     run(scenario())
 
 
-def test_a_client_is_told_what_the_last_worker_said_of_when_to_come_back() -> None:
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [(b"7", "7"), (b"9" * 400, "86400"), (b"Wed, 21 Oct 2026 07:28:00 GMT", "1"), (b"-3", "1")],
+)
+def test_a_client_is_told_what_the_last_worker_said_of_when_to_come_back(
+    says: bytes, told: str
+) -> None:
     async def scenario() -> None:
         async with FakePool(1) as pool, running(pool.url) as it:
             await it.ready()
-            full = head(JSON, b"content-length: 2", b"retry-after: 7", status=b"503 Full") + b"{}"
+            full = head(JSON, b"content-length: 2", b"retry-after: " + says, status=b"503 Full")
+            full += b"{}"
             pool.answers.append(wire(full))
             async with await it.chat() as response:
                 assert response.status == 503
-                assert response.headers["retry-after"] == "7"
+                assert response.headers["retry-after"] == told
                 assert (await it.error(response))["code"] == "overloaded"
 
     run(scenario())

@@ -257,11 +257,10 @@ def test_a_pool_of_which_no_rank_is_heard_serves_on_as_it_was_and_that_is_seen(
             stream = await it.chat(stream=True)
             pool.beating = False
             await until(lambda: it.router.pools[0].stale_s is not None, "stale")
-            checked_s = it.router.pools[0]._reports._checked_s  # type: ignore[union-attr]
-            await until(
-                lambda: it.router.pools[0]._reports._checked_s > checked_s + 1.5,  # type: ignore
-                "looked at again",
-            )
+            reader = it.router.pools[0]._reports
+            assert reader is not None
+            checked_s = reader._checked_s
+            await until(lambda: reader._checked_s > checked_s + 1.5, "looked at again")
             assert len(serving(it)) == 3
             assert await stream.content.readany(), "the stream goes on"
             pool.answer = fake_pool.stream
@@ -270,6 +269,10 @@ def test_a_pool_of_which_no_rank_is_heard_serves_on_as_it_was_and_that_is_seen(
             async with it.client.get("/workers") as response:
                 assert (await response.json())["pools"][0]["stale_s"] > 0.6
             assert (await it.samples())[f'vertumnus_pool_stale{{pool="{pool.url}"}}'] == 1
+            pool.ranks[0].beat()
+            await until(reader.heard_lately, "one is heard")
+            reader.check()
+            assert len(serving(it)) == 3, "the others will be, a moment later"
             pool.ranks[3].silent = True
             pool.beating = True
             await until(lambda: len(serving(it)) == 2, "only who is silent while others are not")

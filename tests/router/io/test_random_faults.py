@@ -11,6 +11,7 @@ from vertumnus_router.core.config import PolicyConfig
 from tests.router.io import fake_pool
 from tests.router.io.fake_pool import FakePool, pools, refuse, sse_chunks
 from tests.router.io.harness import Running, run, running, until
+from tests.router.io.wire_faults import CHUNKED, EVENT, chunk, wire
 
 WORSE = {"message": "no"}
 ANSWERS = [
@@ -23,6 +24,10 @@ ANSWERS = [
     refuse(500, WORSE),
     refuse(503, WORSE),
     refuse(400, WORSE),
+    wire(then="reset"),
+    wire(CHUNKED),
+    wire(CHUNKED + chunk(EVENT), then="half-close"),
+    wire(CHUNKED + chunk(EVENT), b"zz"),
 ]
 
 
