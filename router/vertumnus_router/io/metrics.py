@@ -95,6 +95,7 @@ class RouterMetrics:
             ("met",),
             registry=self.registry,
         )
+        self._by_met = {met: self._judged.labels(str(met).lower()) for met in (True, False)}
         self._lasted = Histogram(
             "vertumnus_request_seconds",
             "From arrival to the end of the answer, whatever it was",
@@ -251,7 +252,7 @@ class RouterMetrics:
             self._pulls.labels("won" if won else "lost").inc()
 
     def judged(self, input_tokens: int, *, met: bool) -> None:
-        self._judged.labels("true" if met else "false").inc(input_tokens)
+        self._by_met[met].inc(input_tokens)
 
     def lasted(self, endpoint: str, seconds: float) -> None:
         self._lasted.labels(endpoint).observe(seconds)

@@ -52,6 +52,17 @@ def test_steps_are_in_order_and_old_ones_are_forgotten() -> None:
     assert later["now"]["finished"] == 0
 
 
+def test_a_step_goes_on_until_the_next_one() -> None:
+    timeline = Timeline()
+    timeline.first_token(0.0, 0.1, 1, met=True)
+    before = timeline.content(1.0)["ttft_p50_s"][-1]
+    for _ in range(9):
+        timeline.first_token(2.0, 10.0, 1, met=True)
+    assert timeline.content(3.0)["ttft_p50_s"][-1] > 10 * before
+    whole = timeline.content(4.0)["ttft_p50_s"][-1]
+    assert timeline.content(STEP_S)["ttft_p50_s"][-2:] == [whole, None]
+
+
 def test_who_leaves_has_not_failed() -> None:
     timeline = Timeline()
     timeline.ended(0.0, ended("cancelled"))

@@ -22,6 +22,7 @@ class _Step:
     """What happened in one step."""
 
     __slots__ = (
+        "_percentiles",
         "actual_tokens",
         "failures",
         "finished",
@@ -40,6 +41,16 @@ class _Step:
         self.judged_tokens = self.met_tokens = 0
         self.prompt_tokens = self.predicted_tokens = self.actual_tokens = 0
         self.ttft = [0] * _CLASSES
+        self._percentiles: tuple[float | None, float | None] | None = None
+
+    def percentiles(self, now: int) -> tuple[float | None, float | None]:
+        """P50 and P90 in step number ``now``; worked out once when this step is over."""
+        if self._percentiles is not None:
+            return self._percentiles
+        found = percentile(self.ttft, 50), percentile(self.ttft, 90)
+        if self.number < now:
+            self._percentiles = found
+        return found
 
 
 class Timeline:
@@ -47,6 +58,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
+        self._last: _Step | None = None
 
     def first_token(self, now: float, seconds: float, input_tokens: int, *, met: bool) -> None:
         """A request got its first token; ``met``: as soon as it should."""
@@ -77,10 +89,11 @@ class Timeline:
         steps = [self._steps.get(number) for number in range(last - STEPS + 1, last + 1)]
         recent = [step for step in steps[-_NOW_STEPS:] if step is not None]
         ttft = _sum(step.ttft for step in recent)
+        percentiles = [step.percentiles(last) if step else (None, None) for step in steps]
         return {
             "step_s": STEP_S,
-            "ttft_p50_s": [step and percentile(step.ttft, 50) for step in steps],
-            "ttft_p90_s": [step and percentile(step.ttft, 90) for step in steps],
+            "ttft_p50_s": [p50 for p50, _ in percentiles],
+            "ttft_p90_s": [p90 for _, p90 in percentiles],
             "slo": [step and _share(step.met_tokens, step.judged_tokens) for step in steps],
             "finished": [step.finished if step else 0 for step in steps],
             "failed": [step.failures.total() if step else 0 for step in steps],
@@ -104,9 +117,9 @@ class Timeline:
 
     def _step(self, now: float) -> _Step:
         number = _number(now)
-        step = self._steps.get(number)
-        if step is None:
-            step = self._steps[number] = _Step(number)
+        step = self._last
+        if step is None or step.number != number:
+            step = self._last = self._steps[number] = _Step(number)
             for old in [one for one in self._steps if one <= number - STEPS]:
                 del self._steps[old]
         return step

@@ -25,6 +25,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from vertumnus_router.clock import Clock
+from vertumnus_router.core.effects import Dispatch
 from vertumnus_router.io.observe.observer import Headers
 from vertumnus_router.io.observe.trail import Trail
 
@@ -87,25 +88,12 @@ class OtlpTracer:
         spans: _Spans = trail.span
         dispatch, marks = trail.dispatch, trail.marks
         assert dispatch is not None and marks is not None
-        chosen = dispatch.decision.chosen
-        attributes: dict[str, str | int | float] = {
-            "vertumnus.attempt": dispatch.attempt,
-            "vertumnus.worker": chosen.worker,
-            "vertumnus.cp_degree": chosen.degree,
-            "vertumnus.home": str(dispatch.home),
-            "vertumnus.policy": dispatch.decision.policy,
-            "vertumnus.predicted.cached_tokens": chosen.cached_tokens,
-            "vertumnus.predicted.queue_s": chosen.queue_s,
-            "vertumnus.predicted.service_s": chosen.service_s,
-        }
-        if dispatch.pair is not None:
-            attributes["vertumnus.decode"] = str(dispatch.pair.decode)
         span = spans.attempt = self._tracer.start_span(
             "dispatch",
             context=spans.context,
             kind=SpanKind.CLIENT,
             start_time=spans.ns(marks.dispatched_s),
-            attributes=attributes,
+            attributes=_attempt(dispatch) if spans.root.is_recording() else None,
         )
         carrier: dict[str, str] = {}
         self._w3c.inject(carrier, trace.set_span_in_context(span))
@@ -118,6 +106,8 @@ class OtlpTracer:
 
     def end(self, trail: Trail) -> None:
         spans: _Spans = trail.span
+        if not spans.root.is_recording():
+            return
         self._end_attempt(trail, trail.ended_s)
         self._child(spans, spans.context, "tokenize", trail.arrived_s, trail.described_s)
         self._child(spans, spans.context, "queue", trail.described_s, trail.dispatched_s)
@@ -179,6 +169,23 @@ class OtlpTracer:
             name, context=context, start_time=spans.ns(begin_s), attributes=facts
         )
         span.end(end_time=spans.ns(max(begin_s, end_s)))
+
+
+def _attempt(dispatch: Dispatch) -> dict[str, str | int | float]:
+    chosen = dispatch.decision.chosen
+    attributes: dict[str, str | int | float] = {
+        "vertumnus.attempt": dispatch.attempt,
+        "vertumnus.worker": chosen.worker,
+        "vertumnus.cp_degree": chosen.degree,
+        "vertumnus.home": str(dispatch.home),
+        "vertumnus.policy": dispatch.decision.policy,
+        "vertumnus.predicted.cached_tokens": chosen.cached_tokens,
+        "vertumnus.predicted.queue_s": chosen.queue_s,
+        "vertumnus.predicted.service_s": chosen.service_s,
+    }
+    if dispatch.pair is not None:
+        attributes["vertumnus.decode"] = str(dispatch.pair.decode)
+    return attributes
 
 
 def _ns(seconds: float) -> int:
