@@ -46,6 +46,8 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def answer_and_report(pool: FakePool, request: web.Request, seen: Seen) -> web.StreamResponse:
+    for name in PARENT:
+        assert len(request.headers.getall(name)) == 1, "not the caller's as well"
     pool.prefill_started(seen)
     await asyncio.sleep(0.1)
     pool.prefill_finished(seen, input_tokens=100, cached_tokens=64)

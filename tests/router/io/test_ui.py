@@ -180,7 +180,9 @@ def test_an_empty_router_and_one_that_is_gone_say_so(devtools: int) -> None:
         async with running(ui_scene.NEVER) as it, chromium.page(devtools, f"{it.url}/ui") as p:
             await p.until("document.querySelector('.pool')")
             assert await p.text("#ready") == "▲ not ready"
-            assert "Not ready: " in await p.text("#alerts")
+            alerts = await p.text("#alerts")
+            assert "Not ready: pool at http://127.0.0.1:1: cannot connect" in alerts
+            assert "is away" not in alerts, "said once"
             assert f"{ui_scene.NEVER} ✕ cannot connect" in await p.text("#pools")
             assert "No streamed request" in await p.text("#ttft")
             assert "None yet" in await p.text("#moves")

@@ -51,7 +51,7 @@ function render(state) {
   show("ttft-legend", 0, () => [el("span", { class: "swatch p50" }, "p50"), el("span", { class: "swatch p90" }, "p90")]);
   show("slo", { step_s: timeline.step_s, slo: timeline.slo, failed: timeline.failed }, sloChart);
   show("slo-legend", state.slo_ttft_s, ([short, medium, long]) =>
-    `targets ${seconds(short)} below 8K tokens, ${seconds(medium)} below 32K, ${seconds(long)} above`);
+    `targets ${seconds(short)}, ${seconds(medium)} from 8K tokens, ${seconds(long)} from 32K`);
   show("moves", state.moves, moveList);
   show("controller", state.controller, controllerLine);
   show("hot", { hot: state.prefixes.hot, pools: state.pools.filter((one) => one.size).map(({ pool, size }) => ({ pool, size })) }, hotTable);
@@ -62,16 +62,19 @@ function render(state) {
 /** What an operator should look at first. */
 function troubles(state) {
   const found = state.not_ready.map((text) => ({ text: `Not ready: ${text}`, bad: true }));
+  const told = (name) => state.not_ready.some((text) => text.includes(name));
   for (const pool of state.pools) {
-    if (pool.size === 0) found.push({ text: `Pool ${pool.url} is away: ${pool.trouble}`, bad: true });
+    if (pool.size === 0 && !told(pool.url)) found.push({ text: `Pool ${pool.url} is away: ${pool.trouble}`, bad: true });
     for (const worker of pool.workers ?? []) {
-      if (worker.state === "lost" || worker.state === "refused") {
+      if ((worker.state === "lost" || worker.state === "refused") && !told(worker.id)) {
         found.push({ text: `Worker ${worker.id} is ${worker.state}: ${worker.reason}`, bad: true });
       }
     }
   }
   for (const one of state.decodes) {
-    if (one.state !== "serving") found.push({ text: `Decode server ${one.id} is ${one.state}: ${one.reason}`, bad: true });
+    if (one.state !== "serving" && !told(one.id)) {
+      found.push({ text: `Decode server ${one.id} is ${one.state}: ${one.reason}`, bad: true });
+    }
   }
   const failures = Object.entries(state.timeline.now.failures).sort((a, b) => b[1] - a[1]);
   if (failures.length > 0) {
@@ -94,9 +97,9 @@ function figures({ queued, pending, timeline: { now } }) {
   const failed = Object.values(now.failures).reduce((sum, number) => sum + number, 0);
   const predicted = now.cached_predicted === null ? null : `predicted ${percent(now.cached_predicted)}`;
   return [
-    ["waiting at the router", count(queued), null, queued > 0 ? "note" : ""],
-    ["in flight", count(pending - queued), null],
-    ["requests/s", count(now.finished / now.over_s), null],
+    ["queued", count(queued), "at the router", queued > 0 ? "note" : ""],
+    ["in flight", count(pending - queued), "at workers"],
+    ["requests/s", count(now.finished / now.over_s), "last minute"],
     ["failed", count(failed), "last minute", failed ? "bad" : ""],
     ["TTFT p50", seconds(now.ttft_p50_s), null],
     ["TTFT p90", seconds(now.ttft_p90_s), null],

@@ -15,7 +15,7 @@ export function ttftChart({ step_s, p50, p90 }) {
   if (known.length === 0) return empty("No streamed request in the last ten minutes.");
   const top = nice(Math.max(...known, 0.1));
   return frame(150, top, seconds, step_s, p50.length,
-    [line(p90, top, 150, "p90"), line(p50, top, 150, "p50")],
+    [...line(p90, top, 150, "p90"), ...line(p50, top, 150, "p50")],
     `Time to first token over ten minutes, now p50 ${seconds(last(p50))}, p90 ${seconds(last(p90))}`);
 }
 
@@ -28,7 +28,7 @@ export function sloChart({ step_s, slo, failed }) {
     class: "failed", x1: x(place, failed.length), x2: x(place, failed.length),
     y1: height - BOTTOM, y2: height - BOTTOM - 4 - 16 * (number / most),
   }, svg("title", {}, `${number} failed`))]);
-  return frame(height, 1, percent, step_s, slo.length, [...marks, line(slo, 1, height, "slo")],
+  return frame(height, 1, percent, step_s, slo.length, [...marks, ...line(slo, 1, height, "slo")],
     `Share of prompt tokens whose first token came in time, now ${percent(last(slo))}`);
 }
 
@@ -57,14 +57,17 @@ function x(place, steps) {
 /** A path with gaps where nothing is known; a value alone is a dot. */
 function line(values, top, height, kind) {
   const floor = height - BOTTOM;
+  const known = (place) => (values[place] ?? null) !== null;
+  const dots = [];
   let path = "";
   values.forEach((value, place) => {
     if (value === null) return;
-    const at = `${x(place, values.length).toFixed(1)} ${(floor - (floor - TOP) * Math.min(1, value / top)).toFixed(1)}`;
-    const alone = (values[place - 1] ?? null) === null;
-    path += alone ? `M${at}l0.01 0` : `L${at}`;
+    const cx = x(place, values.length).toFixed(1);
+    const cy = (floor - (floor - TOP) * Math.min(1, value / top)).toFixed(1);
+    path += `${known(place - 1) ? "L" : "M"}${cx} ${cy}`;
+    if (!known(place - 1) && !known(place + 1)) dots.push(svg("circle", { class: `dot ${kind}`, cx, cy, r: 2.5 }));
   });
-  return svg("path", { class: `line ${kind}`, d: path });
+  return [svg("path", { class: `line ${kind}`, d: path }), ...dots];
 }
 
 function nice(value) {
