@@ -182,6 +182,7 @@ class HotPath:
             clock=self._clock,
             receive=receive,
             send=send,
+            direct=find(scope),
         )
         del body
         key = request_key(request_id)

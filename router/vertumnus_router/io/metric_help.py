@@ -33,5 +33,13 @@ HELP = {
     "vertumnus_controller_demand_seconds": "Prefill work that arrived in the last window",
     "vertumnus_controller_capacity_seconds": "Prefill work that the workers can take in a window",
     "vertumnus_controller_utilisation": "The one over the other",
+    "vertumnus_tokenize_cache_bytes": "Memory of what is known of the beginnings of prompts",
+    "vertumnus_tokenize_reused_bytes_total": "Prompt text whose tokens were known",
+    "vertumnus_tokenize_worked_bytes_total": "Prompt text that had to be tokenised",
+    "vertumnus_retries_refused_total": "Further attempts that the retry budget did not allow",
+    "vertumnus_breakers_opened_total": "Circuit breakers of workers that opened",
+    "vertumnus_breakers_overridden_total": "Requests sent past an open breaker, for want of others",
+    "vertumnus_worker_breaker_state": "Circuit breaker: 0 closed, 1 open, 2 half open",
+    "vertumnus_pool_stale": "Whether no rank of the pool is heard, though its front answers",
     "vertumnus_request_log_dropped_total": "Lines that the request log had no room for",
 }

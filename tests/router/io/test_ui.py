@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from vertumnus_router.core.config import BreakerConfig, PolicyConfig
+from vertumnus_router.core.types import BreakerState
 from vertumnus_router.io.ui import pages
 
 from tests.router.io import chromium, fake_pool, ui_scene
@@ -213,6 +215,29 @@ def test_names_stay_text(devtools: int) -> None:
             assert await p.js("document.querySelectorAll('img, script:not([src])').length") == 0
             assert await p.js("document.querySelector('#what b').textContent") == HOSTILE
             assert HOSTILE in await p.js("document.querySelector('#alerts').textContent")
+            assert p.complaints == []
+
+    run(scenario(), BROWSER_LIMIT_S)
+
+
+def test_a_worker_that_is_left_alone_says_so(devtools: int) -> None:
+    async def scenario() -> None:
+        breaker = BreakerConfig(failure_threshold=1)
+        policy = PolicyConfig(queue_timeout_s=2.0, breaker=breaker)
+        async with (
+            FakePool(2) as pool,
+            running(pool.url, policy=policy) as it,
+            chromium.page(devtools, f"{it.url}/ui") as p,
+        ):
+            await it.ready()
+            await until(lambda: len(ui_scene.workers(it)) == 2, "both")
+            pool.answer_by_rank[0] = fake_pool.refuse(500, {"error": "broken"})
+            while all(one.breaker is BreakerState.CLOSED for one in ui_scene.workers(it)):
+                async with await it.chat() as response:
+                    await response.read()
+            await p.until("document.querySelector('.held-back')")
+            assert "breaker open" in await p.text("[data-worker='fake/0x1']")
+            assert "breaker" not in await p.text("[data-worker='fake/1x1']")
             assert p.complaints == []
 
     run(scenario(), BROWSER_LIMIT_S)

@@ -48,7 +48,7 @@ function workerBox(worker, pool, scale_s) {
   const first = Math.min(...worker.ranks);
   const box = el("div", {
     class: `worker degree-${worker.degree} is-${worker.state}`,
-    title: worker.reason ? `${worker.id}: ${worker.reason}` : worker.id,
+    title: [worker.id, worker.reason ?? worker.resting].filter(Boolean).join(": "),
     "data-worker": worker.id,
   },
     el("p", { class: "head" },
@@ -65,8 +65,10 @@ function workerBox(worker, pool, scale_s) {
 }
 
 /** In words: that it does not serve, or what it still has to do. */
-function now({ state, queue_s }) {
+function now({ state, queue_s, breaker, resting }) {
   const queue = queue_s > 0 ? seconds(queue_s) : null;
+  if (state === "serving" && breaker !== "closed") return el("span", { class: "held-back" }, `⊘ breaker ${breaker}`);
+  if (state === "serving" && resting) return el("span", { class: "held-back" }, "resting");
   if (state === "serving") {
     return queue === null ? "\u00a0" : el("span", {}, queue, el("span", { class: "unit" }, " queued"));
   }
