@@ -93,7 +93,23 @@ ensure_transfer_libraries() {
         echo "the transfer engine needs: apt-get install ${packages[*]}" >&2
         return 1
     fi
-    echo "installing ${packages[*]}" >&2
-    { apt-get install -y -q "${packages[@]}" ||
-        { apt-get update -q && apt-get install -y -q "${packages[@]}"; }; } >&2
+    _apt_install "${packages[@]}"
+}
+
+# What the live page is looked at with, as above.
+ensure_chromium() {
+    if command -v chromium chromium-browser google-chrome >/dev/null; then
+        return
+    fi
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+        echo "the tests of the live page need: apt-get install chromium" >&2
+        return 1
+    fi
+    _apt_install chromium
+}
+
+_apt_install() {
+    echo "installing $*" >&2
+    { apt-get install -y -q "$@" ||
+        { apt-get update -q && apt-get install -y -q "$@"; }; } >&2
 }

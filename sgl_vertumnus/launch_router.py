@@ -30,6 +30,7 @@ from sgl_vertumnus.fault_flags import (
     breaker_config,
     fault_limits,
 )
+from sgl_vertumnus.observe_flags import add_observe_flags, observe_config
 from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config
 from sgl_vertumnus.server_flags import (
     add_server_flags,
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         run_router(config)
-    except (OSError, ProfileError) as exc:
+    except (OSError, ProfileError, ConfigError) as exc:
         sys.exit(f"launch_router: {exc}")
 
 
@@ -104,6 +105,7 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
             pull_s=options.pull_timeout_s,
             **fault_limits(options),
         ),
+        observe=observe_config(options),
     )
 
 
@@ -195,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     add_controller_flags(parser)
     add_prefix_flags(parser)
     add_fault_flags(parser)
+    add_observe_flags(parser)
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
     add(

@@ -39,6 +39,7 @@ from sgl_vertumnus.environment import (
     set_defaults,
 )
 from sgl_vertumnus.errors import ConfigurationError, VertumnusError
+from sgl_vertumnus.observe_flags import add_observe_flags, observe_flags, trace_flags
 from sgl_vertumnus.ports import FIRST, free_range
 from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config, prefix_flags
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _prepare_environment(config)
         from sgl_vertumnus.worker.launch import serve
 
-        serve(config, passed, router_flags=_router_flags(options))
+        serve(config, passed, router_flags=_router_flags(options, passed))
     except ConfigurationError as exc:
         print(f"launch_server: {exc}", file=sys.stderr)
         sys.exit(2)
@@ -138,6 +139,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add_controller_flags(parser)
     add_prefix_flags(parser)
+    add_observe_flags(parser, traces=False)
     return parser.parse_known_args(argv)
 
 
@@ -295,7 +297,7 @@ def _cores_of(config: PoolConfig, rank: int) -> str:
     return ",".join(str(cores[(first + i) % len(cores)]) for i in range(config.threads))
 
 
-def _router_flags(options: argparse.Namespace) -> list[str] | None:
+def _router_flags(options: argparse.Namespace, passed: Sequence[str]) -> list[str] | None:
     if options.no_router:
         return None
     flags = ["--host", options.host, "--port", str(options.router_port)]
@@ -303,6 +305,7 @@ def _router_flags(options: argparse.Namespace) -> list[str] | None:
     if options.queue_timeout_s is not None:
         flags += ["--queue-timeout-s", str(options.queue_timeout_s)]
     flags += [flag for url in options.decode for flag in ("--decode", url)]
+    flags += [*observe_flags(options), *trace_flags(passed)]
     return [*flags, *controller_flags(options), *prefix_flags(options)]
 
 

@@ -12,6 +12,9 @@ class Clock(Protocol):
 
     async def sleep(self, seconds: float) -> None: ...
 
+    def unix_s(self, at_s: float) -> float:
+        """The Unix time at an instant of this clock, as far as is known now."""
+
 
 class WallClock:
     """The machine's monotonic clock (``time.monotonic``, seconds)."""
@@ -21,6 +24,9 @@ class WallClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    def unix_s(self, at_s: float) -> float:
+        return time.time() + at_s - time.monotonic()
 
     def pause(self, seconds: float) -> None:
         """Block the calling thread; never on an event loop."""
@@ -44,3 +50,6 @@ class VirtualClock:
     async def sleep(self, seconds: float) -> None:
         self.advance(seconds)
         await asyncio.sleep(0)  # let other tasks run
+
+    def unix_s(self, at_s: float) -> float:
+        return at_s

@@ -23,6 +23,7 @@ from vertumnus_router.io.passthrough import Passthrough
 from vertumnus_router.io.prefixes import prefixes, reclaim, replicate
 from vertumnus_router.io.router import Router
 from vertumnus_router.io.servers import add_servers
+from vertumnus_router.io.ui.pages import add_ui
 
 _JSON = "application/json"
 _PASS_TIMEOUT_S = 120.0
@@ -164,6 +165,7 @@ def _admin(router: Router) -> FastAPI:
 
     add_servers(app, router)
     app.router.default = Passthrough(router)
+    add_ui(app, router)
     for path in _FROM_A_FRONT:
         app.add_api_route(path, _from_a_front(router, path), methods=["GET"])
     for path, methods in _TO_EVERY_FRONT.items():

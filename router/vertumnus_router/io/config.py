@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from vertumnus_router.core.config import ConfigError, PolicyConfig
 from vertumnus_router.io.discovery.config import Discovery
+from vertumnus_router.io.observe.settings import ObserveConfig
 from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
 
 DEFAULT_PORT = 30080
@@ -76,6 +77,7 @@ class RouterConfig:
     tokenizer_path: str | None = None
     ready_file: Path | None = None
     limits: Limits = field(default_factory=Limits)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
         prefills = tuple(url for url, _ in self.prefill_urls)

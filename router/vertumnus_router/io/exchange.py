@@ -43,6 +43,8 @@ from vertumnus_router.io.forwarding import (
 )
 from vertumnus_router.io.mailbox import Mailbox
 from vertumnus_router.io.metrics import RouterMetrics
+from vertumnus_router.io.observe.observer import Observer
+from vertumnus_router.io.observe.trail import Trail
 from vertumnus_router.io.pair import Arrived, LegFailed, Pair
 from vertumnus_router.io.ttft import Marks
 from vertumnus_router.io.upstream import Body, Broken, Call, End, Front, Head, Message
@@ -110,6 +112,8 @@ class Exchange:
         control: ControlLoop,
         engines: Engines,
         metrics: RouterMetrics,
+        observer: Observer,
+        trail: Trail,
         clock: Clock,
         receive: Receive,
         send: Send,
@@ -131,6 +135,8 @@ class Exchange:
         self._control = control
         self._engines = engines
         self._metrics = metrics
+        self._observer = observer
+        self._trail = trail
         self._clock = clock
         self._receive = receive
         self._send = send
@@ -223,6 +229,7 @@ class Exchange:
             if len(self._prefilled) == self._engine_items:
                 self._feed_prefilled(dispatch)
             return
+        self._trail.prefill = done
         chosen = dispatch.decision.chosen
         if self.request.exact and done.input_tokens != self.request.input_tokens:
             self._metrics.token_count_mismatch()
@@ -297,6 +304,7 @@ class Exchange:
         self._held = b""
         self._prefilled = set()
         self._marks = Marks(self._clock.now())
+        self._observer.attempted(self._trail, dispatch, self._marks)
         log.debug("dispatch %s", dispatch)
         waited_s = self._clock.now() - self._arrived_s
         self._metrics.dispatched(dispatch.decision.chosen, dispatch.attempt, waited_s)
@@ -315,19 +323,16 @@ class Exchange:
             self._failed(Failure.WORKER_LOST, f"pool {dispatch.pool} has left")
             return
         rid = engine_rid(self.id, dispatch.attempt)
-        plain = self._engines.plain(dispatch.pool)
-        if plain is None:
-            headers = [*self._headers, *routing(dispatch.home.index, rid, self._client_id)]
-        else:
-            headers = [*self._headers, (b"x-request-id", self._client_id)]
+        traced = self._observer.traced(self._trail, self._headers)
+        headers = self._to_worker(dispatch, rid, traced)
         if self._opaque is not None:
             post = front.post(self._target, headers, self._body, self._opaque.method)
             self._call = front.send(post, self.mailbox.put)
             return
         if dispatch.pair is not None:
-            self._attempt_pair(dispatch, dispatch.pair, front, headers, rid)
+            self._attempt_pair(dispatch, dispatch.pair, front, traced, rid)
             return
-        body = self._body
+        plain, body = self._engines.plain(dispatch.pool), self._body
         if plain is not None:
             body = addressed(body, rid=rid, dp_rank=plain.dp_rank(dispatch.home.index))
             if not self._streams:
@@ -342,10 +347,17 @@ class Exchange:
         loop = asyncio.get_running_loop()
         self._presumed = loop.call_later(due_s, self._feed_prefilled, dispatch)
 
+    def _to_worker(self, dispatch: Dispatch, rid: str, headers: Headers) -> Headers:
+        """``headers`` and what the attempt's worker needs besides; a plain server reads that from
+        the body."""
+        if self._engines.plain(dispatch.pool) is not None:
+            return [*headers, (b"x-request-id", self._client_id)]
+        return [*headers, *routing(dispatch.home.index, rid, self._client_id)]
+
     def _attempt_pair(
         self, dispatch: Dispatch, pair: Pairing, front: Front, headers: Headers, rid: str
     ) -> None:
-        """Send both legs."""
+        """Send both legs; ``headers`` are what of the client's goes to each."""
         decode = self._engines.decode(pair.decode)
         port = self._engines.bootstrap_port(dispatch.pool)
         if decode is None or port is None:
@@ -363,7 +375,8 @@ class Exchange:
             rid=rid,
             plain=plain is not None,
         )
-        decode_headers = [*self._headers, (b"x-request-id", self._client_id)]
+        prefill_headers = self._to_worker(dispatch, rid, headers)
+        decode_headers = [*headers, (b"x-request-id", self._client_id)]
         rids = engine_rids(rid, self._engine_items)
         self._call = Pair(
             deliver=self.mailbox.put,
@@ -373,7 +386,7 @@ class Exchange:
         )
         self._call.start(
             front,
-            front.post(self._target, headers, prefill_body),
+            front.post(self._target, prefill_headers, prefill_body),
             decode,
             decode.post(self._target, decode_headers, decode_body),
         )
@@ -444,6 +457,7 @@ class Exchange:
         dispatch = self.dispatch
         assert dispatch is not None
         headers = to_client(self._answer_headers)
+        self._observer.first_byte(self._trail, streams=self._is_event_stream)
         if self._is_event_stream:
             # With a length there would be no room for the error that may have to follow.
             headers = [pair for pair in headers if pair[0] != b"content-length"]
@@ -469,7 +483,7 @@ class Exchange:
         if self._status < 400:
             if not self._streamed:
                 await self._start_answer()
-            self._finish("ok")
+            self._finish("ok", self._status)
             self._control.feed(RequestFinished(self.id))
             await self._send({"type": "http.response.body", "body": self._held})
             return
@@ -478,6 +492,7 @@ class Exchange:
     def _failed(self, failure: Failure, cause: str, leg: Leg = Leg.PREFILL) -> None:
         """The attempt is over; the control plane answers with another one or a ``Reject``."""
         self._metrics.attempt_failed(failure.value)
+        self._observer.failed(self._trail, failure)
         now = self.dispatch
         worker, attempt = (None, None) if now is None else (now.worker, now.attempt)
         once = self._opaque is not None and not self._opaque.repeatable
@@ -507,7 +522,10 @@ class Exchange:
     async def _rejected(self, reject: Reject) -> None:
         engine_said = 400 <= self._status < 500 and self._status != 429 and self._error_body
         self._drop_call()
-        self._finish("client_error" if engine_said else reject.code)
+        if engine_said:
+            self._finish("client_error", self._status)
+        else:
+            self._finish(reject.code, reject.status)
         headers: Headers = []
         if reject.status in (429, 503):
             asked_s = retry_after_s(self._answer_headers) or _RETRY_AFTER_S
@@ -533,7 +551,7 @@ class Exchange:
 
     def _cancel(self, outcome: str) -> None:
         self._drop_call()
-        self._finish(outcome)
+        self._finish(outcome, None)
         self._control.feed(RequestCancelled(self.id))
 
     def _drop_call(self) -> None:
@@ -558,10 +576,11 @@ class Exchange:
             error = ApiError(500, "internal_error", "the router failed; see its log")
             await respond_error(self._send, error, self._answer_marks())
 
-    def _finish(self, outcome: str) -> None:
+    def _finish(self, outcome: str, status: int | None) -> None:
         self._over = True
         chosen = None if self.dispatch is None else self.dispatch.decision.chosen
         self._metrics.ended(chosen, outcome)
+        self._observer.ended(self._trail, outcome, self._status if self._streamed else status)
 
     def _answer_marks(self) -> Headers:
         marks: Headers = [(b"x-request-id", self._client_id)]

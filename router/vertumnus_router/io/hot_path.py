@@ -30,6 +30,8 @@ from vertumnus_router.io.engines import Engines
 from vertumnus_router.io.exchange import Exchange, Opaque
 from vertumnus_router.io.forwarding import request_key, to_front
 from vertumnus_router.io.metrics import RouterMetrics
+from vertumnus_router.io.observe.observer import Observer
+from vertumnus_router.io.observe.trail import Trail
 from vertumnus_router.io.prompt import BYTES_PER_TOKEN
 from vertumnus_router.io.served_model import ServedModel
 from vertumnus_router.io.tokenize import TokenizeService
@@ -42,6 +44,8 @@ _METHODS = {
     Endpoint.GENERATE: ("POST", "PUT"),
 }
 _CLIENT_ID_BYTES = 128
+#: For requests that are passed on unread, in metrics, logs and traces.
+_OTHER = "other"
 #: What a path may contain besides letters, digits and ``_.-~`` (RFC 3986).
 _PATH_CHARS = "/:@!$&'()*+,;="
 
@@ -57,6 +61,7 @@ class HotPath:
         tokenizer: TokenizeService,
         model: ServedModel,
         metrics: RouterMetrics,
+        observer: Observer,
         clock: Clock,
         body_bytes: int,
         source: random.Random,
@@ -66,6 +71,7 @@ class HotPath:
         self._tokenizer = tokenizer
         self._model = model
         self._metrics = metrics
+        self._observer = observer
         self._clock = clock
         self._body_bytes = body_bytes
         self._source = source
@@ -88,6 +94,8 @@ class HotPath:
         arrived_s = self._clock.now()
         request_id = self.new_id()
         client_id = _client_id(scope, request_id)
+        trail = Trail(request_id, client_id, scope["method"], endpoint.value, arrived_s)
+        self._observer.arrived(trail, scope["headers"])
         try:
             if scope["method"] not in _METHODS[endpoint]:
                 raise ApiError(405, "method_not_allowed", f"{endpoint.value} takes POST")
@@ -99,11 +107,14 @@ class HotPath:
             if self._model.prefill_only:
                 check_pairable(asked)
             request = await self.describe(asked, request_id)
+            trail.request, trail.described_s = request, self._clock.now()
         except ClientGone:
+            self._observer.ended(trail, "cancelled", None)
             return
         except Exception as exc:
             error = exc if isinstance(exc, ApiError) else _internal(exc)
             self._metrics.ended(None, error.code)
+            self._observer.ended(trail, error.code, error.status)
             await respond_error(send, error, [(b"x-request-id", client_id)])
             return
         exchange = Exchange(
@@ -119,6 +130,8 @@ class HotPath:
             control=self._control,
             engines=self._engines,
             metrics=self._metrics,
+            observer=self._observer,
+            trail=trail,
             clock=self._clock,
             receive=receive,
             send=send,
@@ -146,8 +159,12 @@ class HotPath:
         except ClientGone:
             return
         tokens = max(1, len(body) // BYTES_PER_TOKEN)
+        request = Request(id=request_id, input_tokens=tokens, output_tokens=0, exact=False)
+        # What the client calls the path would be a label without bounds.
+        trail = Trail(request_id, client_id, scope["method"], _OTHER, arrived_s, request)
+        self._observer.arrived(trail, scope["headers"])
         exchange = Exchange(
-            request=Request(id=request_id, input_tokens=tokens, output_tokens=0, exact=False),
+            request=request,
             engine_items=None,
             merges_logprobs=False,
             streams=True,
@@ -160,6 +177,8 @@ class HotPath:
             control=self._control,
             engines=self._engines,
             metrics=self._metrics,
+            observer=self._observer,
+            trail=trail,
             clock=self._clock,
             receive=receive,
             send=send,

@@ -29,13 +29,16 @@ def live_samples(router: "Router") -> Iterator[Sample]:
     yield "vertumnus_tokenize_cache_bytes", (), prompts.size_bytes
     yield "vertumnus_tokenize_reused_bytes_total", (), prompts.reused_bytes
     yield "vertumnus_tokenize_worked_bytes_total", (), prompts.worked_bytes
+    yield "vertumnus_request_log_dropped_total", (), router.observer.log_dropped
     yield "vertumnus_ready", (), float(not router.not_ready())
     yield "vertumnus_requests_moved_total", (), core.requests_moved
     yield "vertumnus_retries_refused_total", (), core.retries_refused
     yield "vertumnus_breakers_opened_total", (), core.breakers_opened
     yield "vertumnus_breakers_overridden_total", (), core.breakers_overridden
     for joined in core.pools:
-        yield "vertumnus_pool_epoch", (("pool", str(joined.pool)),), core.epoch(joined.pool)
+        where = (("pool", str(joined.pool)),)
+        yield "vertumnus_pool_epoch", where, core.epoch(joined.pool)
+        yield "vertumnus_pool_kv_capacity_tokens", where, joined.kv_capacity_tokens
     if core.controller is not None:
         yield from controller_samples(core.controller)
     yield from _prefixes(core.prefixes(router.clock.now()))
@@ -47,8 +50,13 @@ def live_samples(router: "Router") -> Iterator[Sample]:
         labels = (("worker", str(worker.id)), ("degree", str(worker.degree)))
         yield "vertumnus_worker_breaker_state", labels, _BREAKER[worker.breaker]
         yield "vertumnus_worker_queue_seconds", labels, worker.queue_s
+        yield "vertumnus_worker_requests", labels, len(worker.requests)
         yield "vertumnus_worker_cached_blocks", labels, worker.cached_blocks
         yield "vertumnus_worker_partial_blocks", labels, worker.partial_blocks
+        for rank, used in zip(worker.ranks, worker.rank_kv_used_tokens, strict=True):
+            if used is not None:
+                at = (("pool", str(rank.pool)), ("rank", str(rank.index)))
+                yield "vertumnus_rank_kv_used_tokens", at, used
     for fitted, correction in sorted(core.corrections().items()):
         yield "vertumnus_model_correction", (("degree", str(fitted)),), correction.factor
     for terms in core.decodes():

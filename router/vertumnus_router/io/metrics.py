@@ -4,18 +4,20 @@ client wrote."""
 from collections.abc import Callable, Iterable
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vertumnus_router.core.effects import Cause, CostTerms
 from vertumnus_router.core.events import CopyEnded, ReclaimEnded, RegroupEnded, TransferOutcome
+from vertumnus_router.io.metric_help import HELP
 from vertumnus_router.io.quick_labels import Counter, Histogram
 from vertumnus_router.io.ttft import PARTS, RecentSplits
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STAGE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
+_CACHED_RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0, 1.1, 1.5, 2.0, 4.0)
 _NOBODY = ("", "")
 
 Sample = tuple[str, tuple[tuple[str, str], ...], float]
@@ -26,6 +28,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         who = ("worker", "degree")
         self._requests = Counter(
             "vertumnus_requests",
@@ -76,6 +79,28 @@ class RouterMetrics:
             "Reported compute time of a prefill over the time that placement predicted",
             ("degree",),
             buckets=_RATIOS,
+            registry=self.registry,
+        )
+        self._cached_ratio = Histogram(
+            "vertumnus_cached_actual_over_predicted",
+            "Prompt tokens found in the cache over those that placement predicted, of requests "
+            "where it predicted any",
+            ("degree",),
+            buckets=_CACHED_RATIOS,
+            registry=self.registry,
+        )
+        self._judged = Counter(
+            "vertumnus_slo_tokens",
+            "Prompt tokens of streamed or failed requests, by whether the first token came in time",
+            ("met",),
+            registry=self.registry,
+        )
+        self._by_met = {met: self._judged.labels(str(met).lower()) for met in (True, False)}
+        self._lasted = Histogram(
+            "vertumnus_request_seconds",
+            "From arrival to the end of the answer, whatever it was",
+            ("endpoint",),
+            buckets=_SECONDS,
             registry=self.registry,
         )
         self._cached = Counter(
@@ -217,12 +242,20 @@ class RouterMetrics:
         self._cached.labels(degree, "predicted").inc(chosen.cached_tokens)
         self._cached.labels(degree, "actual").inc(cached_tokens)
         self._prompt_tokens.labels(degree).inc(input_tokens)
+        if chosen.cached_tokens:
+            self._cached_ratio.labels(degree).observe(cached_tokens / chosen.cached_tokens)
         prefill_s = chosen.service_s - chosen.pull_s
         if prefill_s > 0:
             self._prefill_ratio.labels(degree).observe(compute_s / prefill_s)
         if chosen.pull_tokens:
             won = cached_tokens >= chosen.cached_tokens
             self._pulls.labels("won" if won else "lost").inc()
+
+    def judged(self, input_tokens: int, *, met: bool) -> None:
+        self._by_met[met].inc(input_tokens)
+
+    def lasted(self, endpoint: str, seconds: float) -> None:
+        self._lasted.labels(endpoint).observe(seconds)
 
     def token_count_mismatch(self) -> None:
         self._mismatches.inc()
@@ -269,6 +302,7 @@ class _Live(Collector):
             if family is None:
                 names = [label for label, _ in labels]
                 kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-                family = families[name] = kind(name, name.replace("_", " "), labels=names)
+                about = HELP.get(name, name.replace("_", " "))
+                family = families[name] = kind(name, about, labels=names)
             family.add_metric([text for _, text in labels], value)  # type: ignore[attr-defined]
         return families.values()

@@ -47,8 +47,8 @@ def prefixes(router: Router, request: Request) -> dict[str, Any]:
         "scans": found.scans,
         "scanning": found.scanning,
         "index": {"blocks": found.index_blocks, "bytes": found.index_bytes},
-        "hot": [_hot(prefix) for prefix in found.hot[:limit]],
-        "transfers": [_in_flight(one) for one in found.transfers[:limit]],
+        "hot": [hot_content(prefix) for prefix in found.hot[:limit]],
+        "transfers": [transfer_content(one) for one in found.transfers[:limit]],
         "decisions": [_decision(one, now) for one in found.decisions[-limit:]],
         "bandwidth": {"same_pool": _link(found.local), "other_pool": _link(found.remote)},
     }
@@ -153,7 +153,8 @@ def _transferred(one: Transferred) -> dict[str, Any]:
     return content
 
 
-def _hot(prefix: HotPrefix) -> dict[str, Any]:
+def hot_content(prefix: HotPrefix) -> dict[str, Any]:
+    """A hot prefix as JSON."""
     return {
         "tip": str(prefix.tip),
         "tokens": prefix.tokens,
@@ -168,7 +169,8 @@ def _by_degree(figures: Mapping[int, float]) -> dict[str, float]:
     return {str(degree): figure for degree, figure in sorted(figures.items())}
 
 
-def _in_flight(one: TransferSnapshot) -> dict[str, Any]:
+def transfer_content(one: TransferSnapshot) -> dict[str, Any]:
+    """A copy or a deletion under way as JSON."""
     return {
         "transfer": one.transfer,
         "cause": one.cause.value,

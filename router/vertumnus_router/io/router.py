@@ -14,6 +14,7 @@ import zmq
 from vertumnus_router.clock import Clock
 from vertumnus_router.core.control import ControlPlane
 from vertumnus_router.core.effects import PlanEnded, Regroup
+from vertumnus_router.core.events import Event, RegroupEnded
 from vertumnus_router.core.types import DecodeId, PoolId, Rank, TransferId
 from vertumnus_router.io.asgi import Receive, Scope, Send
 from vertumnus_router.io.client_request import Endpoint
@@ -26,6 +27,8 @@ from vertumnus_router.io.forwarding import attempt_of
 from vertumnus_router.io.hot_path import HotPath
 from vertumnus_router.io.live_metrics import live_samples
 from vertumnus_router.io.metrics import RouterMetrics
+from vertumnus_router.io.observe.recent_moves import RecentMoves
+from vertumnus_router.io.observe.start import start_observer
 from vertumnus_router.io.plain import PlainServer
 from vertumnus_router.io.pool import PoolLink
 from vertumnus_router.io.probes import Probes
@@ -53,7 +56,8 @@ _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 class Router:
     """Build it anywhere; ``start`` and ``close`` on the event loop that serves it.
 
-    Raises ``ProfileError`` when the profile of ``config`` cannot be used.
+    Raises ``ProfileError`` when the profile of ``config`` cannot be used, ``ConfigError`` or
+    ``OSError`` when something that is to be observed cannot be.
     """
 
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
@@ -62,6 +66,8 @@ class Router:
         profile = load_profile(config.profile)
         self.core = ControlPlane(config.policy, profile)
         self.metrics = RouterMetrics()
+        self.observer = start_observer(config.observe, clock, self.metrics)
+        self.moves = RecentMoves()
         self.control = ControlLoop(
             self.core,
             clock,
@@ -69,7 +75,7 @@ class Router:
             pull=lambda order: self.transfers.pull(order),
         )
         self.regrouping = Regrouping(
-            feed=self.control.feed,
+            feed=self._regrouped,
             fronts=self,
             metrics=self.metrics,
             spawn=self.spawn,
@@ -100,6 +106,7 @@ class Router:
             tokenizer=self.tokenizer,
             model=self.model,
             metrics=self.metrics,
+            observer=self.observer,
             clock=clock,
             body_bytes=limits.body_bytes,
             source=random.Random(),
@@ -216,6 +223,7 @@ class Router:
             await self._session.close()
         if self._context is not None:
             self._context.destroy(linger=0)
+        await asyncio.to_thread(self.observer.close)
 
     async def serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> bool:
         """Serve an inference request; False if ``path`` is none of these endpoints."""
@@ -279,9 +287,16 @@ class Router:
     def _carry_out(self, order: Order) -> None:
         match order:
             case Regroup() | PlanEnded():
+                if isinstance(order, Regroup):
+                    self.moves.began(order, self.clock.now())
                 self.regrouping.carry_out(order)
             case _:
                 self.transfers.carry_out(order)
+
+    def _regrouped(self, event: Event) -> None:
+        if isinstance(event, RegroupEnded):
+            self.moves.ended(event, self.clock.now())
+        self.control.feed(event)
 
     # -- pools -----------------------------------------------------------------------------------
 

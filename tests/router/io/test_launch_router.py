@@ -14,6 +14,7 @@ from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
 from vertumnus_router.core.config import BackoffConfig, BreakerConfig, PolicyConfig, PrefixConfig
 from vertumnus_router.io.config import RouterConfig
+from vertumnus_router.io.observe.settings import ObserveConfig, TtftTargets
 
 from sgl_vertumnus import launch_router, launch_server
 from tests.router.io.fake_pool import FakePool, stream_slowly
@@ -64,6 +65,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["--pool-urls", "http://a", "--controller-window-s", "0"], 2, "controller.window_s 0.0"),
         (["--pool-urls", "http://a", "--max-body-bytes", "0"], 2, "body_bytes"),
         (["--pool-urls", "http://a", "--profile", "/no/such.json"], 1, "no profile"),
+        (["--pool-urls", "http://a", "--request-log", "/no/such"], 1, "'/no/such'"),
         (["--pool-urls", "http://a", "--host", "192.0.2.1", "--port", "0"], 1, "cannot listen"),
     ],
 )
@@ -107,7 +109,7 @@ def test_a_pool_passes_its_decode_servers_on_to_its_router() -> None:
     flags = ["--model-path", "m", "--pool-size", "2", *decodes]
     options, passed = launch_server._parse(flags)
     assert passed == []
-    router_flags = launch_server._router_flags(options)
+    router_flags = launch_server._router_flags(options, passed)
     assert router_flags is not None
     there = launch_router._parser().parse_args(["--pool-urls", "http://p", *router_flags])
     assert launch_router.router_config(there).decode_urls == ("http://a:1", "http://b:2")
@@ -119,7 +121,7 @@ def test_a_pool_passes_the_prefix_managers_flags_on_to_its_router() -> None:
     prefix += ["--prefix-decay", "0.75", "--prefix-per-scan", "3", "--copy-timeout-s", "12"]
     options, passed = launch_server._parse(["--model-path", "m", "--pool-size", "2", *prefix])
     assert passed == []
-    router_flags = launch_server._router_flags(options)
+    router_flags = launch_server._router_flags(options, passed)
     assert router_flags is not None
     there = launch_router._parser().parse_args(["--pool-urls", "http://p", *router_flags])
     policy = launch_router.router_config(there).policy
@@ -137,9 +139,44 @@ def test_a_pool_passes_the_prefix_managers_flags_on_to_its_router() -> None:
     )
 
 
+@pytest.mark.parametrize("endpoint", ["http://b:1", "b", "b:x", ":4317", "b:1/v1/traces", ""])
+def test_a_collector_is_a_host_and_a_port(
+    endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        launch_router.main(["--pool-urls", "http://a", "--otlp-traces-endpoint", endpoint])
+    assert stop.value.code == 2
+    assert "give HOST:PORT, such as localhost:4317" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("traces", "endpoint"),
+    [
+        ([], None),
+        (["--otlp-traces-endpoint", "c:1"], None),
+        (["--enable-trace"], "localhost:4317"),
+        (["--enable-trace", "--otlp-traces-endpoint", "c:1"], "c:1"),
+    ],
+)
+def test_the_router_of_a_pool_observes_as_the_pool_was_told(
+    traces: list[str], endpoint: str | None
+) -> None:
+    observe = ["--slo-ttft-s", "0.5,2,5", "--request-log", "-"]
+    flags = ["--model-path", "m", "--pool-size", "2", *observe, *traces]
+    options, passed = launch_server._parse(flags)
+    assert passed == traces, "SGLang gets them too"
+    router_flags = launch_server._router_flags(options, passed)
+    assert router_flags is not None
+    there = launch_router._parser().parse_args(["--pool-urls", "http://p", *router_flags])
+    expected = ObserveConfig("-", endpoint, TtftTargets(0.5, 2, 5))
+    assert launch_router.router_config(there).observe == expected
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (["--slo-ttft-s", "1,2"], "give three times such as 1,5,10"),
+        (["--slo-ttft-s", "5,1,9"], "that do not fall"),
         (["--prefix-manager", "auto"], "invalid choice: 'auto'"),
         (["--index-mib", "0"], "index_mib 0.0: must be"),
         (["--theta-reclaim", "9"], "theta_reclaim 9.0: must be below theta_intra 8.0"),
@@ -147,7 +184,7 @@ def test_a_pool_passes_the_prefix_managers_flags_on_to_its_router() -> None:
         (["--prefix-scan-s", "nan"], "prefix.scan_s nan: must be above 0"),
     ],
 )
-def test_both_launchers_refuse_settings_of_the_prefix_manager_that_cannot_work(
+def test_both_launchers_refuse_settings_of_the_router_that_cannot_work(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool = ["--model-path", "m", "--pool-size", "2", "--device", "cpu"]

@@ -1,0 +1,1 @@
+"""What operators learn of requests after the fact: timeline, request log, traces."""

@@ -1,0 +1,1 @@
+"""The live page for operators, ``GET /ui``: static files, and one JSON that they poll."""
