@@ -99,8 +99,9 @@ def test_servers_are_named_as_for_sglang_router() -> None:
     assert config.limits.body_bytes == 1000
 
 
-def test_it_may_start_without_a_server() -> None:
-    options = launch_router._parser().parse_args(["--worker-urls"])
+@pytest.mark.parametrize("flags", [["--worker-urls"], ["--discovery-file", "servers"]])
+def test_it_may_start_without_a_server(flags: list[str]) -> None:
+    options = launch_router._parser().parse_args(flags)
     assert launch_router.router_config(options).worker_urls == ()
 
 
