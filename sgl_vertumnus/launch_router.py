@@ -30,6 +30,7 @@ from sgl_vertumnus.fault_flags import (
     breaker_config,
     fault_limits,
 )
+from sgl_vertumnus.guard_flags import add_guard_flags, admission_config, api_keys, tls_config
 from sgl_vertumnus.observe_flags import add_observe_flags, observe_config
 from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config
 from sgl_vertumnus.server_flags import (
@@ -92,6 +93,10 @@ def router_config(options: argparse.Namespace) -> RouterConfig:
         ),
         profile=options.profile,
         control_key=options.control_key,
+        api_keys=api_keys(options),
+        upstream_api_key=options.upstream_api_key,
+        tls=tls_config(options),
+        admission=admission_config(options),
         prometheus=prometheus_address(options),
         tokenizer_path=options.tokenizer_path,
         ready_file=options.ready_file,
@@ -196,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     add_discovery_flags(parser)
     add_controller_flags(parser)
     add_prefix_flags(parser)
+    add_guard_flags(parser)
     add_fault_flags(parser)
     add_observe_flags(parser)
     limits = parser.add_argument_group("limits")

@@ -15,6 +15,8 @@ from vertumnus_router.core.config import POLICIES, ConfigError, PolicyConfig
 from vertumnus_router.core.policy import FluidPolicy
 from vertumnus_router.core.profile import ProfileError
 from vertumnus_router.io.config import DEFAULT_PORT, check_urls
+from vertumnus_router.io.keys import check_api_keys
+from vertumnus_router.io.tls import server_context, upstream_context
 from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
 from vertumnus_router.profiles import load_profile, shipped
 
@@ -39,6 +41,13 @@ from sgl_vertumnus.environment import (
     set_defaults,
 )
 from sgl_vertumnus.errors import ConfigurationError, VertumnusError
+from sgl_vertumnus.guard_flags import (
+    add_guard_flags,
+    admission_config,
+    api_keys,
+    guard_flags,
+    tls_config,
+)
 from sgl_vertumnus.observe_flags import add_observe_flags, observe_flags, trace_flags
 from sgl_vertumnus.ports import FIRST, free_range
 from sgl_vertumnus.prefix_flags import add_prefix_flags, prefix_config, prefix_flags
@@ -139,6 +148,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add_controller_flags(parser)
     add_prefix_flags(parser)
+    add_guard_flags(parser)
     add_observe_flags(parser, traces=False)
     return parser.parse_known_args(argv)
 
@@ -160,6 +170,7 @@ def _pool_config(options: argparse.Namespace, passed: list[str]) -> PoolConfig:
     if not options.no_router:
         _check_profile(options.profile, degrees)
         _check_policy(options)
+    _check_guard(options)
     start = FIRST + secrets.randbelow(_PORT_SPREAD)
     kv_events = free_range(options.host, 4 * size + 5, start=start)
     bootstrap_port = _bootstrap_port(passed, kv_events + 3 * size + 4)
@@ -305,7 +316,7 @@ def _router_flags(options: argparse.Namespace, passed: Sequence[str]) -> list[st
     if options.queue_timeout_s is not None:
         flags += ["--queue-timeout-s", str(options.queue_timeout_s)]
     flags += [flag for url in options.decode for flag in ("--decode", url)]
-    flags += [*observe_flags(options), *trace_flags(passed)]
+    flags += [*observe_flags(options), *trace_flags(passed), *guard_flags(options)]
     return [*flags, *controller_flags(options), *prefix_flags(options)]
 
 
@@ -346,6 +357,21 @@ def _check_policy(options: argparse.Namespace) -> None:
             controller=controller_config(options),
             prefix=prefix_config(options),
         )
+    except ConfigError as exc:
+        raise ConfigurationError(str(exc)) from exc
+
+
+def _check_guard(options: argparse.Namespace) -> None:
+    """The router would refuse it, after the pool has started."""
+    if options.no_router:
+        if given := guard_flags(options):
+            raise ConfigurationError(f"{given[0]} is for the router, and --no-router starts none")
+        return
+    try:
+        check_api_keys(api_keys(options), None)
+        server_context(tls := tls_config(options))
+        upstream_context(tls)
+        admission_config(options)
     except ConfigError as exc:
         raise ConfigurationError(str(exc)) from exc
 

@@ -123,8 +123,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "api_key",
         (None,),
-        "the router does not hold a key for clients yet; keep the pool on loopback or a private "
-        "network (--admin-api-key works)",
+        "clients show their keys to the router; keep the pool on loopback or a private network "
+        "(--admin-api-key works)",
         is_secret=True,
     ),
     Refusal("ssl_certfile", (None,), "the pool activates its composition over plain HTTP"),

@@ -40,6 +40,9 @@ def violations(
     known = {terms.decode: terms.rooms for terms in decodes.terms()}
     if {decode: taken for decode, taken in known.items() if taken} != rooms:
         found.append(f"rooms are taken as {dict(rooms)}, counted as {known}")
+    queued = Counter(entry.request.client for entry in table.queue())
+    if table.waiting() != queued:
+        found.append(f"{dict(queued)} are queued, counted as {table.waiting()}")
     if not len(table) and len(ledger):
         found.append(f"no request is live and {len(ledger)} reservation(s) remain")
     if not len(table) and table.repeated:

@@ -1,5 +1,7 @@
 """The pass over the central queue: plan in order, bind what may bind now."""
 
+from itertools import islice
+
 from vertumnus_router.core.chains import usable_blocks
 from vertumnus_router.core.decodes import Decodes, room
 from vertumnus_router.core.effects import Decision, Dispatch, Effect, Pairing
@@ -58,11 +60,11 @@ class Binding:
         if not self._any_may_go(lanes):
             return effects
         # What is cached by now may have made another one the cheapest.
-        for entry in self._table.queue()[: self._policy.window]:
+        for entry in list(islice(self._table.turns(), self._policy.window)):
             if entry is not drafted:
                 self._table.reorder(entry, self._urgency(entry))
         planned = 0
-        for entry in self._table.queue():
+        for entry in self._table.turns():
             if planned == self._policy.window:
                 break
             quotes = self._placement.quotes(entry, lanes, now)

@@ -245,8 +245,14 @@ class ControlPlane:
         effects = self._binding.bind(now, drafted=entry)
         if entry.phase is Phase.QUEUED:
             if self._table.queued > self._config.queue_limit:
-                self._table.end(entry, now)
-                return [*effects, refusals.queue_full(request, self._config.queue_limit)]
+                surplus = self._table.surplus(entry)
+                self._table.end(surplus, now)
+                wait_s = self._placement.least_queue_s(now)
+                effects.append(
+                    refusals.queue_full(surplus.request, self._config.queue_limit, wait_s)
+                )
+                if surplus is entry:
+                    return effects
             self._binding.mark_stranded(entry, now)
         return effects
 

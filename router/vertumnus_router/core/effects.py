@@ -260,13 +260,15 @@ class Reject:
     """The request is over: answer the client with ``status`` and this message.
 
     Where the engine's own 4xx is at hand (``Failure.CLIENT_ERROR``), relay that instead; where
-    bytes of an answer are out already, end the stream with this error.
+    bytes of an answer are out already, end the stream with this error. ``retry_s``: when another
+    try may do better, if that can be told.
     """
 
     request_id: RequestId
     status: int
     code: str
     message: str
+    retry_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

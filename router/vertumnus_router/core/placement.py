@@ -91,6 +91,11 @@ class Placement:
         """Whether the request fits a candidate that nothing rules out."""
         return bool(self._eligible(entry, self._policy.candidates(self._membership)))
 
+    def least_queue_s(self, now: float) -> float | None:
+        """How long the worker that is done first is busy with what it has, None without one."""
+        serving = self._membership.serving
+        return min((self._ledger.queue_s(one.id, now) for one in serving), default=None)
+
     def _eligible(self, entry: Entry, candidates: Candidates) -> Sequence[int]:
         """The positions of the candidates that can take the request."""
         request = entry.request

@@ -48,12 +48,14 @@ def too_large(request: Request, pools: Iterable[PoolJoined]) -> Reject:
     )
 
 
-def queue_full(request: Request, limit: int) -> Reject:
+def queue_full(request: Request, limit: int, wait_s: float | None) -> Reject:
+    """``wait_s``: how long the work takes that the first worker to be done has."""
     return Reject(
         request.id,
         429,
         "queue_full",
         f"The router's queue is full ({limit} requests wait); try again later.",
+        retry_s=wait_s,
     )
 
 

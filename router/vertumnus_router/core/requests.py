@@ -8,13 +8,15 @@ only place where phases change, so it is the only place where any of this is rel
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 
 from vertumnus_router.core.breakers import Breakers
 from vertumnus_router.core.decodes import Decodes
 from vertumnus_router.core.ledger import Ledger
+from vertumnus_router.core.shares import Shares
 from vertumnus_router.core.trie import PrefixMatch
 from vertumnus_router.core.types import (
     BlockHash,
@@ -106,6 +108,7 @@ class RequestTable:
         self._homed: Counter[Rank] = Counter()
         self._repeated: set[RequestId] = set()
         self._accepted = 0
+        self._shares = Shares()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -124,9 +127,32 @@ class RequestTable:
         """The queue in its order, a copy."""
         return self._queue.copy()
 
+    def turns(self) -> Iterator[Entry]:
+        """The queue as it is served: in its order, but the clients take turns."""
+        return self._shares.turns(self._queue.copy())
+
+    def waiting(self) -> dict[str, int]:
+        """How many requests of each client are queued, as counted for their turns."""
+        return self._shares.waiting()
+
     def ahead_of(self, entry: Entry) -> list[Entry]:
-        """The queued requests that go before ``entry``, which need not be queued itself."""
-        return self._queue[: bisect_left(self._queue, entry.key, key=_key)]
+        """The queued requests that go before ``entry``, which is not queued itself."""
+        place = bisect_left(self._queue, entry.key, key=_key)
+        self._shares.enter(entry.request.client)
+        try:
+            turns = self._shares.turns([*self._queue[:place], entry, *self._queue[place:]])
+            return list(takewhile(lambda other: other is not entry, turns))
+        finally:
+            self._shares.leave(entry.request.client)
+
+    def surplus(self, entry: Entry) -> Entry:
+        """Which queued request is one too many when ``entry`` is the last to have come: that one,
+        unless another client has more of them waiting; then the last of those."""
+        crowder = self._shares.crowder(entry.request.client)
+        if crowder == entry.request.client:
+            return entry
+        theirs = (e for e in reversed(self._queue) if e.request.client == crowder and not e.tried)
+        return next(theirs, entry)
 
     def assigned(self, worker: WorkerId) -> list[Entry]:
         """The requests that ``worker`` has, in prefill or past it."""
@@ -162,6 +188,7 @@ class RequestTable:
         self._accepted += 1
         self._entries[entry.id] = entry
         insort(self._queue, entry, key=_key)
+        self._shares.enter(entry.request.client)
 
     def reorder(self, entry: Entry, urgency: float) -> None:
         """Move a queued request to its new place."""
@@ -189,6 +216,7 @@ class RequestTable:
         self._assign(entry, candidate)
         self._breakers.sent(candidate, entry.id)
         self._ledger.reserve(entry.id, candidate.id, service_s, uncached_tokens, blocks)
+        self._shares.charge(entry.request.client, uncached_tokens)
         if candidate.pool.plain:
             # Nobody reports when it begins, and what has not begun does not age: let the worker
             # work through its reservations at the speed that was predicted.
@@ -232,6 +260,7 @@ class RequestTable:
     def _enter(self, entry: Entry, phase: Phase, now: float) -> None:
         if entry.phase is Phase.QUEUED:
             self._unqueue(entry)
+            self._shares.leave(entry.request.client)
         elif entry.phase is Phase.PREFILL:
             self._breakers.left(entry.tried[-1], entry.id)
             released = self._ledger.release(entry.id, now)
@@ -245,6 +274,7 @@ class RequestTable:
             entry.candidate = entry.home = None
             entry.sample = False
             insort(self._queue, entry, key=_key)
+            self._shares.enter(entry.request.client)
             self._repeated.add(entry.id)
         elif phase not in (Phase.PREFILL, Phase.ABANDONED):
             self._repeated.discard(entry.id)

@@ -66,7 +66,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     ``blocks`` are the hashes of the full KV blocks of the prompt, first to last; empty when
     the prompt could not be tokenised in time, and ``input_tokens`` is then an estimate.
     ``output_tokens`` is the most the client allows. ``prompts``: how many the engine will run of
-    it, more than one for a batch.
+    it, more than one for a batch. ``client``: whose it is, a name among few.
     """
 
     id: RequestId
@@ -76,3 +76,4 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     exact: bool = True
     priority: int = 0
     prompts: int = 1
+    client: str = ""

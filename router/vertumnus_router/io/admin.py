@@ -13,8 +13,18 @@ from starlette.exceptions import HTTPException
 
 from vertumnus_router.core.effects import Decision
 from vertumnus_router.core.types import WorkerState
+from vertumnus_router.io.access import ASKER
 from vertumnus_router.io.api_errors import ApiError
-from vertumnus_router.io.asgi import App, ClientGone, Receive, Scope, Send, read_body
+from vertumnus_router.io.asgi import (
+    App,
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    header,
+    read_body,
+    respond_error,
+)
 from vertumnus_router.io.client_request import endpoint_of, parse
 from vertumnus_router.io.composition import composition, reconfigure
 from vertumnus_router.io.every_server import ask_all, engine_metrics, flushed, loads
@@ -46,8 +56,15 @@ def build_app(router: Router) -> App:
     admin = _admin(router)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and await router.serve(scope["path"], scope, receive, send):
-            return
+        if scope["type"] == "http":
+            try:
+                scope[ASKER] = router.gate.admit(scope)
+            except ApiError as error:
+                router.metrics.refused("", error.code)
+                await respond_error(send, error, [])
+                return
+            if await router.serve(scope["path"], scope, receive, send):
+                return
         await admin(scope, receive, send)
 
     return app
@@ -178,7 +195,8 @@ def _from_a_front(router: Router, path: str) -> Callable[[Request], Any]:
         url = next((pool.url for pool in router.pools if pool.description), None)
         if url is None:
             raise ApiError(503, "no_pool", "no pool has joined this router yet")
-        status, body, content_type = await _ask(router, "GET", url + path, request)
+        own = router.credentials.header(_authorization(request))
+        status, body, content_type = await _ask(router, "GET", url + path, request, own)
         return Response(body, status, media_type=content_type)
 
     return answer
@@ -196,8 +214,11 @@ def _to_every_front(router: Router, path: str) -> Callable[[Request], Any]:
         if not urls:
             raise ApiError(503, "no_pool", "no pool has joined this router yet")
         body = await request.body()
+        own = _authorization(request)
+        if not router.credentials.passes_on:
+            own = router.key_header().get("authorization", "").encode() or None
         answers = await asyncio.gather(
-            *(_ask(router, "POST", url + path, request, body) for url in urls)
+            *(_ask(router, "POST", url + path, request, own, body) for url in urls)
         )
         worst = max(status for status, _, _ in answers)
         lines = [
@@ -210,11 +231,19 @@ def _to_every_front(router: Router, path: str) -> Callable[[Request], Any]:
 
 
 async def _ask(
-    router: Router, method: str, url: str, request: Request, body: bytes = b""
+    router: Router,
+    method: str,
+    url: str,
+    request: Request,
+    authorization: bytes | None,
+    body: bytes = b"",
 ) -> tuple[int, bytes, str]:
-    """Pass a client's request on under the client's own key."""
-    names = ("authorization", "content-type")
-    headers = {name: request.headers[name] for name in names if name in request.headers}
+    """Pass a client's request on."""
+    headers = {}
+    if (content_type := request.headers.get("content-type")) is not None:
+        headers["content-type"] = content_type
+    if authorization is not None:
+        headers["authorization"] = authorization.decode("latin-1")
     try:
         async with router.session.request(
             method,
@@ -227,6 +256,10 @@ async def _ask(
             return answer.status, await answer.read(), answer.headers.get("content-type", _JSON)
     except (TimeoutError, aiohttp.ClientError, OSError) as exc:
         raise ApiError(502, "front_unreachable", f"{url}: {exc or type(exc).__name__}") from exc
+
+
+def _authorization(request: Request) -> bytes | None:
+    return header(request.scope, b"authorization")
 
 
 def _json(content: Any, status: int = 200) -> Response:

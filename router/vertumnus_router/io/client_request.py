@@ -11,6 +11,18 @@ import orjson
 
 from vertumnus_router.io.api_errors import ApiError
 
+#: Where a request runs is the router's to say; SGLang would take these from anybody.
+_ROUTING = (
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+)
+
 
 class Endpoint(Enum):
     CHAT = "/v1/chat/completions"
@@ -60,13 +72,15 @@ class ClientRequest:
 
 
 def parse(endpoint: Endpoint, body: bytes) -> ClientRequest:
-    """Read the body; ``ApiError`` 400 when it is not a JSON object or names no prompt."""
+    """Read the body; ``ApiError`` 400 when it is not a JSON object, names no prompt, or says where
+    it is to run."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as exc:
         raise ApiError(400, "invalid_json", f"the body is not valid JSON: {exc}") from exc
     if not isinstance(fields, dict):
         raise ApiError(400, "invalid_json", "the body must be a JSON object")
+    _refuse_routing(endpoint, fields)
     _require_prompt(endpoint, fields)
     return ClientRequest(
         endpoint=endpoint,
@@ -139,6 +153,23 @@ def wants_prompt_logprobs(asked: ClientRequest) -> bool:
         wanted = any(wanted)
     # Without a start SGLang gives those of the answer only.
     return bool(wanted) and any(_number(start) >= 0 for start in starts)
+
+
+def _refuse_routing(endpoint: Endpoint, fields: dict[str, Any]) -> None:
+    names: tuple[str, ...] = _ROUTING
+    if endpoint is Endpoint.COMPLETIONS:
+        # Elsewhere a header of the router's replaces it; here the engine would take it, and mix up
+        # two requests of one name.
+        names = (*_ROUTING, "rid")
+    for name in names:
+        if fields.get(name) is not None:
+            raise ApiError(
+                400,
+                "routing_field",
+                f"{name} is not for clients: this router says where a request runs, and under "
+                f"which id; leave it out",
+                param=name,
+            )
 
 
 def _require_prompt(endpoint: Endpoint, fields: dict[str, Any]) -> None:

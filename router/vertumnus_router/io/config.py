@@ -5,14 +5,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from vertumnus_router.core.admission import AdmissionConfig
 from vertumnus_router.core.config import ConfigError, PolicyConfig
+from vertumnus_router.io.access import listens_on_loopback
 from vertumnus_router.io.discovery.config import Discovery
+from vertumnus_router.io.keys import ApiKey, check_api_keys
 from vertumnus_router.io.observe.settings import ObserveConfig
+from vertumnus_router.io.tls import TlsConfig
 from vertumnus_router.profiles import DEFAULT as DEFAULT_PROFILE
 
 DEFAULT_PORT = 30080
 
-_SECRET = frozenset(("control_key",))
+_SECRET = frozenset(("control_key", "upstream_api_key", "keyfile_password"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class RouterConfig:
     sent to the fronts as a bearer token with commands (aborts), and lets clients on other hosts
     give commands of operators.
     ``prometheus`` is another address, host and port, to serve metrics at.
+    ``api_keys`` are those of clients: with none, nobody needs one. ``upstream_api_key`` is sent to
+    the servers with requests of clients, in place of the clients' own keys.
     ``tokenizer_path`` replaces the path that the pools name. ``ready_file`` is written once the
     router listens."""
 
@@ -72,7 +78,11 @@ class RouterConfig:
     port: int = DEFAULT_PORT
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     profile: str = DEFAULT_PROFILE
-    control_key: str | None = None
+    control_key: str | None = field(default=None, repr=False)
+    api_keys: tuple[ApiKey, ...] = ()
+    upstream_api_key: str | None = field(default=None, repr=False)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     prometheus: tuple[str, int] | None = None
     tokenizer_path: str | None = None
     ready_file: Path | None = None
@@ -89,8 +99,19 @@ class RouterConfig:
         check_urls("pools, workers, prefill and decode servers", every, "server")
         if self.prometheus is not None and not 0 <= self.prometheus[1] <= 65535:
             raise ConfigError(f"prometheus port {self.prometheus[1]}: must be 0 to 65535")
+        check_api_keys(self.api_keys, self.control_key)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port}: must be 0 (any free one) to 65535")
+
+    @property
+    def warning(self) -> str | None:
+        """What an operator should know about who can use the router, or None."""
+        if self.api_keys or listens_on_loopback(self.host):
+            return None
+        return (
+            f"the router listens on {self.host} and needs no key: whoever reaches it can use the "
+            f"model. Give it --api-keys-file"
+        )
 
     def describe(self) -> str:
         """One setting a line, nested ones dotted, secrets masked."""
@@ -123,6 +144,8 @@ def _lines(value: Any, prefix: str) -> list[str]:
             lines += _lines(inner, f"{name}.")
         elif one.name in _SECRET and inner is not None:
             lines.append(f"{name} = (set)")
+        elif one.name == "api_keys":
+            lines.append(f"{name} = {', '.join(key.name for key in inner) or '(none)'}")
         else:
             lines.append(f"{name} = {inner}")
     return lines

@@ -9,9 +9,10 @@ know it, or finds it missing, goes the usual way.
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from vertumnus_router.io.asgi import Scope
+from vertumnus_router.io.strict import StrictProtocol
 
 _EXTENSION = "vertumnus.direct"
 
@@ -53,7 +54,7 @@ class Direct:
             tell()
 
 
-class DirectProtocol(HttpToolsProtocol):
+class DirectProtocol(StrictProtocol):
     """uvicorn's connection, with the extension."""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:

@@ -7,7 +7,6 @@ byte of an answer, so until then an attempt can fail and another one follow.
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from vertumnus_router.core.events import (
     RequestFinished,
 )
 from vertumnus_router.core.types import Request, RequestId
+from vertumnus_router.io.admission import retry_after
 from vertumnus_router.io.answers import failure_of, in_words, retry_after_s
 from vertumnus_router.io.api_errors import ApiError, in_openai_shape
 from vertumnus_router.io.asgi import Headers, Receive, Send, respond, respond_error
@@ -109,6 +109,7 @@ class Exchange:
         body: bytes,
         headers: Headers,
         client_id: bytes,
+        on_begun: Callable[[], None],
         control: ControlLoop,
         engines: Engines,
         metrics: RouterMetrics,
@@ -132,6 +133,7 @@ class Exchange:
         self._body = body
         self._headers = headers
         self._client_id = client_id
+        self._on_begun = on_begun
         self._control = control
         self._engines = engines
         self._metrics = metrics
@@ -244,6 +246,7 @@ class Exchange:
     def _feed_prefilled(self, dispatch: Dispatch, done: PrefillDone | None = None) -> None:
         cached = None if done is None else done.cached_tokens
         compute_s = None if done is None else done.compute_s
+        self._on_begun()
         self._control.feed(
             PrefillFinished(self.id, dispatch.worker, cached, compute_s, dispatch.attempt)
         )
@@ -453,6 +456,7 @@ class Exchange:
         """The first byte is here: from now on there is no second attempt, and no need for the
         body that one would have sent."""
         self._streamed = True
+        self._on_begun()
         self._body, self._headers = b"", []
         dispatch = self.dispatch
         assert dispatch is not None
@@ -528,8 +532,8 @@ class Exchange:
             self._finish(reject.code, reject.status)
         headers: Headers = []
         if reject.status in (429, 503):
-            asked_s = retry_after_s(self._answer_headers) or _RETRY_AFTER_S
-            headers = [(b"retry-after", str(math.ceil(asked_s)).encode())]
+            asked_s = retry_after_s(self._answer_headers) or reject.retry_s or _RETRY_AFTER_S
+            headers = [retry_after(asked_s)]
         error = ApiError(reject.status, reject.code, reject.message, headers=headers)
         if self._streamed:
             await self._break_off(error)

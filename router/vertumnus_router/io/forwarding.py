@@ -7,6 +7,7 @@ SGLang 0.5.23 takes ``x-override-routed-dp-rank`` and ``x-override-rid`` on ``/g
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -70,13 +71,44 @@ def engine_rids(rid: str, items: int | None) -> list[str]:
     return [rid] if items is None else [f"{rid}_{item}" for item in range(items)]
 
 
-def to_front(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What the servers behind the router get to see as ``authorization``: the client's own, if it
+    is not a key of this router, or else ``key``."""
+
+    passes_on: bool = True
+    key: str | None = field(default=None, repr=False)
+
+    def header(self, client: bytes | None) -> bytes | None:
+        """The value to send in place of the client's."""
+        if self.passes_on and client is not None:
+            return client
+        return None if self.key is None else b"Bearer " + self.key.encode()
+
+
+def to_front(
+    headers: Iterable[tuple[bytes, bytes]], credentials: Credentials = Credentials()
+) -> Headers:
     """What of a client's headers goes on; nobody but the router says where a request runs."""
-    return [
-        (name, value)
-        for name, value in headers
-        if name not in _NOT_TO_FRONT and not name.startswith(_OURS)
-    ]
+    kept, client, dropped = [], None, _NOT_TO_FRONT
+    for name, value in headers:
+        if name == b"authorization":
+            client = value if client is None else client
+        elif name not in _NOT_TO_FRONT and not name.startswith(_OURS):
+            kept.append((name, value))
+        elif name == b"connection":
+            dropped |= _names(value)
+    if dropped is not _NOT_TO_FRONT:
+        kept = [(name, value) for name, value in kept if name not in dropped]
+    authorization = credentials.header(client)
+    if authorization is not None:
+        kept.append((b"authorization", authorization))
+    return kept
+
+
+def _names(connection: bytes) -> frozenset[bytes]:
+    """The headers that a ``connection`` header declares to be for the next hop only."""
+    return frozenset(name.strip().lower() for name in connection.split(b","))
 
 
 def routing(home: int, rid: str, request_id: bytes) -> Headers:

@@ -7,6 +7,8 @@ from urllib.parse import quote
 
 from vertumnus_router.clock import Clock
 from vertumnus_router.core.types import Request, RequestId
+from vertumnus_router.io.access import ANONYMOUS, ASKER, Asker
+from vertumnus_router.io.admission import Door
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.asgi import (
     ClientGone,
@@ -28,7 +30,7 @@ from vertumnus_router.io.control_loop import ControlLoop
 from vertumnus_router.io.direct import find
 from vertumnus_router.io.engines import Engines
 from vertumnus_router.io.exchange import Exchange, Opaque
-from vertumnus_router.io.forwarding import request_key, to_front
+from vertumnus_router.io.forwarding import Credentials, request_key, to_front
 from vertumnus_router.io.metrics import RouterMetrics
 from vertumnus_router.io.observe.observer import Observer
 from vertumnus_router.io.observe.trail import Trail
@@ -61,6 +63,8 @@ class HotPath:
         tokenizer: TokenizeService,
         model: ServedModel,
         metrics: RouterMetrics,
+        door: Door,
+        credentials: Credentials,
         observer: Observer,
         clock: Clock,
         body_bytes: int,
@@ -71,6 +75,8 @@ class HotPath:
         self._tokenizer = tokenizer
         self._model = model
         self._metrics = metrics
+        self._door = door
+        self._credentials = credentials
         self._observer = observer
         self._clock = clock
         self._body_bytes = body_bytes
@@ -94,6 +100,7 @@ class HotPath:
         arrived_s = self._clock.now()
         request_id = self.new_id()
         client_id = _client_id(scope, request_id)
+        asker: Asker = scope.get(ASKER, ANONYMOUS)
         trail = Trail(request_id, client_id, scope["method"], endpoint.value, arrived_s)
         self._observer.arrived(trail, scope["headers"])
         try:
@@ -102,11 +109,13 @@ class HotPath:
             if self.stopping:
                 raise ApiError(503, "stopping", "this router is stopping; try another one")
             body = await read_body(scope, receive, self._body_bytes)
+            self._door.expect(asker)
             asked = parse(endpoint, body)
             self._model.check(asked.model)
             if self._model.prefill_only:
                 check_pairable(asked)
             request = await self.describe(asked, request_id)
+            request, ticket = self._door.enter(asker, request, scope, arrived_s)
             trail.request, trail.described_s = request, self._clock.now()
         except ClientGone:
             self._observer.ended(trail, "cancelled", None)
@@ -125,8 +134,9 @@ class HotPath:
             arrived_s=arrived_s,
             target=_target(endpoint.value, scope),
             body=body,
-            headers=to_front(scope["headers"]),
+            headers=to_front(scope["headers"], self._credentials),
             client_id=client_id,
+            on_begun=ticket.began,
             control=self._control,
             engines=self._engines,
             metrics=self._metrics,
@@ -143,6 +153,7 @@ class HotPath:
         try:
             await exchange.run()
         finally:
+            ticket.began()
             del self._live[key]
 
     async def pass_on(
@@ -160,6 +171,8 @@ class HotPath:
             return
         tokens = max(1, len(body) // BYTES_PER_TOKEN)
         request = Request(id=request_id, input_tokens=tokens, output_tokens=0, exact=False)
+        asker: Asker = scope.get(ASKER, ANONYMOUS)
+        request, ticket = self._door.enter(asker, request, scope, arrived_s)
         # What the client calls the path would be a label without bounds.
         trail = Trail(request_id, client_id, scope["method"], _OTHER, arrived_s, request)
         self._observer.arrived(trail, scope["headers"])
@@ -172,8 +185,9 @@ class HotPath:
             arrived_s=arrived_s,
             target=_target(quote(path, safe=_PATH_CHARS), scope),
             body=body,
-            headers=to_front(scope["headers"]),
+            headers=to_front(scope["headers"], self._credentials),
             client_id=client_id,
+            on_begun=ticket.began,
             control=self._control,
             engines=self._engines,
             metrics=self._metrics,
@@ -190,6 +204,7 @@ class HotPath:
         try:
             await exchange.run()
         finally:
+            ticket.began()
             del self._live[key]
 
     async def describe(self, asked: ClientRequest, request_id: RequestId) -> Request:

@@ -23,6 +23,8 @@ def live_samples(router: "Router") -> Iterator[Sample]:
     core = router.core
     yield "vertumnus_queue_length", (), core.queued_count
     yield "vertumnus_requests_pending", (), core.pending_count
+    for client, waiting in sorted(router.door.admission.waiting().items()):
+        yield "vertumnus_client_waiting", (("client", client),), waiting
     yield "vertumnus_index_nodes", (), core.index_nodes
     yield "vertumnus_index_forgotten_blocks_total", (), core.index_forgotten
     prompts = router.tokenizer.cache

@@ -36,6 +36,24 @@ class RouterMetrics:
             (*who, "outcome"),
             registry=self.registry,
         )
+        self._refused = Counter(
+            "vertumnus_refused",
+            "Requests turned down at the door, by the name of the client's key and the reason",
+            ("client", "reason"),
+            registry=self.registry,
+        )
+        self._admitted = Counter(
+            "vertumnus_client_requests",
+            "Requests let into the queue, by the name of the client's key",
+            ("client",),
+            registry=self.registry,
+        )
+        self._admitted_tokens = Counter(
+            "vertumnus_client_prompt_tokens",
+            "Prompt tokens of those",
+            ("client",),
+            registry=self.registry,
+        )
         self._dispatches = Counter(
             "vertumnus_dispatches", "Attempts sent to a worker", who, registry=self.registry
         )
@@ -214,6 +232,13 @@ class RouterMetrics:
     def prompt(self, exact: bool, reason: str | None, seconds: float) -> None:
         self._prompts.labels(reason or ("exact" if exact else "estimate")).inc()
         self._tokenize.observe(seconds)
+
+    def refused(self, client: str, reason: str) -> None:
+        self._refused.labels(client, reason).inc()
+
+    def admitted(self, client: str, input_tokens: int) -> None:
+        self._admitted.labels(client).inc()
+        self._admitted_tokens.labels(client).inc(input_tokens)
 
     def dispatched(self, chosen: CostTerms, attempt: int, waited_s: float) -> None:
         degree = str(chosen.degree)

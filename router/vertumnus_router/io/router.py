@@ -16,6 +16,8 @@ from vertumnus_router.core.control import ControlPlane
 from vertumnus_router.core.effects import PlanEnded, Regroup
 from vertumnus_router.core.events import Event, RegroupEnded
 from vertumnus_router.core.types import DecodeId, PoolId, Rank, TransferId
+from vertumnus_router.io.access import Gate
+from vertumnus_router.io.admission import Door
 from vertumnus_router.io.asgi import Receive, Scope, Send
 from vertumnus_router.io.client_request import Endpoint
 from vertumnus_router.io.config import RouterConfig
@@ -23,7 +25,7 @@ from vertumnus_router.io.control_loop import ControlLoop, Order
 from vertumnus_router.io.decodes import DecodeLink
 from vertumnus_router.io.discovery.sources import sources
 from vertumnus_router.io.fleet import Fleet, Link, Role
-from vertumnus_router.io.forwarding import attempt_of
+from vertumnus_router.io.forwarding import Credentials, attempt_of
 from vertumnus_router.io.hot_path import HotPath
 from vertumnus_router.io.live_metrics import live_samples
 from vertumnus_router.io.metrics import RouterMetrics
@@ -39,6 +41,7 @@ from vertumnus_router.io.server_probe import Found, Plain
 from vertumnus_router.io.snapshots import Snapshots
 from vertumnus_router.io.sockets import Context
 from vertumnus_router.io.stalls import look_for_stalls
+from vertumnus_router.io.tls import upstream_context
 from vertumnus_router.io.tokenize import TokenizeService
 from vertumnus_router.io.transfers import Transfers
 from vertumnus_router.io.upstream import Front
@@ -100,12 +103,18 @@ class Router:
             deadline_s=limits.tokenize_s,
             cache_bytes=limits.tokenize_cache_mib * 2**20,
         )
+        self.door = Door(config.admission, self.core.explain, self.metrics, clock)
+        self.gate = Gate(config.api_keys, config.control_key, config.host)
+        self.credentials = Credentials(not config.api_keys, config.upstream_api_key)
+        self._tls = upstream_context(config.tls)
         self.hot = HotPath(
             control=self.control,
             engines=self,
             tokenizer=self.tokenizer,
             model=self.model,
             metrics=self.metrics,
+            door=self.door,
+            credentials=self.credentials,
             observer=self.observer,
             clock=clock,
             body_bytes=limits.body_bytes,
@@ -130,7 +139,8 @@ class Router:
     async def start(self) -> None:
         """Begin to look for the pools and to tick."""
         self._context = zmq.Context()
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
+        self._session = aiohttp.ClientSession(connector=connector)
         self.spawn(self.control.tick())
         self.spawn(look_for_stalls(lambda: self.hot.live, self.config.limits, self.clock))
         for url in self.config.pool_urls:
@@ -303,11 +313,15 @@ class Router:
     def _on_joined(self, link: PoolLink, pool: Found) -> None:
         if self._first_join_s is None:
             self._first_join_s = self.clock.now()
-        front = Front(link.url, asyncio.get_running_loop(), connect_s=self.config.limits.connect_s)
+        front = self._front(link.url)
         self._fronts[PoolId(pool.pool_id)] = front, link
         self.spawn(self.tokenizer.load(pool, self.config.tokenizer_path))
         if isinstance(pool, PoolDescription):
             self.spawn(self.regrouping.learn(PoolId(pool.pool_id)))
+
+    def _front(self, url: str) -> Front:
+        loop, connect_s = asyncio.get_running_loop(), self.config.limits.connect_s
+        return Front(url, loop, connect_s=connect_s, tls=self._tls)
 
     def _on_left(self, link: PoolLink, pool: Found) -> None:
         gone = self._fronts.pop(PoolId(pool.pool_id), None)
@@ -315,9 +329,7 @@ class Router:
             gone[0].close()
 
     def _on_decode_joined(self, link: DecodeLink) -> None:
-        loop = asyncio.get_running_loop()
-        front = Front(link.url, loop, connect_s=self.config.limits.connect_s)
-        self._decode_fronts[link.id] = front, link
+        self._decode_fronts[link.id] = self._front(link.url), link
 
     def _on_decode_left(self, link: DecodeLink) -> None:
         front, _ = self._decode_fronts.pop(link.id)

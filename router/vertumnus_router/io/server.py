@@ -20,6 +20,7 @@ from vertumnus_router.io.asgi import Receive, Scope, Send, respond
 from vertumnus_router.io.config import RouterConfig
 from vertumnus_router.io.direct import DirectProtocol
 from vertumnus_router.io.router import Router
+from vertumnus_router.io.tls import server_context
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,16 @@ class _Server(uvicorn.Server):
 def run_router(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then let the streams end for ``limits.stop_s``.
 
-    Raises ``OSError`` if the address cannot be bound, ``ProfileError`` for a bad profile.
+    Raises ``OSError`` if the address cannot be bound, ``ProfileError`` for a bad profile,
+    ``ConfigError`` for certificates that cannot be used.
     """
+    server_context(config.tls)  # before anything listens
     router = Router(config, WallClock())
     listener = listen(config.host, config.port)
     metrics = None if config.prometheus is None else listen(*config.prometheus)
     _raise_file_limit()
+    if config.warning is not None:
+        log.warning(config.warning)
     print(f"router configuration:\n{_indent(config.describe())}", flush=True)
     # What has been imported stays: no search for garbage need look at it again.
     gc.collect()
@@ -87,6 +92,7 @@ async def serve(
     """Serve on ``listener`` until ``stop``, then until the streams have ended, their time is
     up, or ``hurry``; metrics on ``metrics`` all the while. The router is closed on return."""
     config = router.config
+    tls = server_context(config.tls)
     server = _Server(
         uvicorn.Config(
             build_app(router),
@@ -103,6 +109,7 @@ async def serve(
             timeout_keep_alive=30,
             # None would wait for ever; uvicorn takes whole seconds.
             timeout_graceful_shutdown=max(1, round(config.limits.stop_s)),
+            ssl_context_factory=None if tls is None else lambda _, __: tls,
         ),
         stop,
     )
@@ -159,7 +166,7 @@ def _drop_clients_that_do_not_read(listener: socket.socket, after_s: float) -> N
 def _announce(config: RouterConfig, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http://{host}:{port}"
+    url = f"{'https' if config.tls.listens else 'http'}://{host}:{port}"
     print(f"router listening on {url}", flush=True)
     if config.ready_file is not None:
         config.ready_file.write_text(json.dumps({"url": url, "port": port}) + "\n")

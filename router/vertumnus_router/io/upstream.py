@@ -121,7 +121,15 @@ class Front:
     """The connections to one front. There is no limit on how many: the control plane decides
     what is sent, and a second limit here would only hide a queue from it."""
 
-    def __init__(self, url: str, loop: asyncio.AbstractEventLoop, *, connect_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        connect_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """``tls`` is for an ``https://`` URL; without one the system's authorities vouch."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not an http:// or https:// URL")
@@ -130,7 +138,9 @@ class Front:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._authority = parts.netloc.rpartition("@")[2].encode()
         self._path = parts.path.rstrip("/").encode()
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._tls = tls or ssl.create_default_context()
         self._loop = loop
         self._connect_s = connect_s
         self._idle: list[_Connection] = []

@@ -478,7 +478,8 @@ class Events(RuleBasedStateMachine):
         self, name: str, tokens: int, prompt: int, exact: bool, prompts: int = 1
     ) -> Request:
         blocks = chain(prompt, tokens // 100) if exact else ()
-        return request(name, tokens, blocks=blocks, exact=exact, prompts=prompts)
+        client = ("a", "b", "c")[len(blocks) % 3]
+        return request(name, tokens, blocks=blocks, exact=exact, prompts=prompts, client=client)
 
     @rule(
         tokens=st.sampled_from([50, 500, 2000, 8000, 15_000, 30_000]),

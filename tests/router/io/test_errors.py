@@ -130,7 +130,7 @@ def test_a_full_queue_asks_the_client_to_come_back() -> None:
             for task in done:
                 async with task.result() as response:
                     assert response.status == 429
-                    assert response.headers["retry-after"] == "1"
+                    assert 1 <= int(response.headers["retry-after"]) <= 60
                     error = await it.error(response)
                     assert error["code"] == "queue_full"
                     assert error["type"] == "rate_limit_error"

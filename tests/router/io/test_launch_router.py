@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from vertumnus_patches.install import manifest
 from vertumnus_patches.patches import ALL_PATCHES
+from vertumnus_router.core.admission import AdmissionConfig
 from vertumnus_router.core.config import BackoffConfig, BreakerConfig, PolicyConfig, PrefixConfig
 from vertumnus_router.io.config import RouterConfig
 from vertumnus_router.io.observe.settings import ObserveConfig, TtftTargets
+from vertumnus_router.io.tls import TlsConfig
 
 from sgl_vertumnus import launch_router, launch_server
 from tests.router.io.fake_pool import FakePool, stream_slowly
@@ -64,6 +66,8 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["--pool-urls", "http://a", "--controller", "auto"], 2, "observe"),
         (["--pool-urls", "http://a", "--controller-window-s", "0"], 2, "controller.window_s 0.0"),
         (["--pool-urls", "http://a", "--max-body-bytes", "0"], 2, "body_bytes"),
+        (["--pool-urls", "http://a", "--api-key", "short"], 2, "API key key-1: a key has 8"),
+        (["--pool-urls", "http://a", "--upstream-ca-file", "/no/such"], 1, "no CA certificates"),
         (["--pool-urls", "http://a", "--profile", "/no/such.json"], 1, "no profile"),
         (["--pool-urls", "http://a", "--request-log", "/no/such"], 1, "'/no/such'"),
         (["--pool-urls", "http://a", "--host", "192.0.2.1", "--port", "0"], 1, "cannot listen"),
@@ -138,6 +142,65 @@ def test_a_pool_passes_the_prefix_managers_flags_on_to_its_router() -> None:
         per_scan=3,
         timeout_s=12,
     )
+
+
+def test_a_pool_passes_the_guards_flags_on_to_its_router(tmp_path: Path) -> None:
+    (keys := tmp_path / "keys").write_text("alice:sk-alice-1\n")
+    guard = [
+        "--api-key",
+        "sk-first-key",
+        "--api-key",
+        "sk-second-key",
+        "--api-keys-file",
+        str(keys),
+    ]
+    guard += ["--api-keys-file", str(keys), "--upstream-api-key", "sk-up"]
+    guard += ["--ssl-certfile", "c", "--ssl-keyfile", "k", "--upstream-keyfile", "uk"]
+    guard += [
+        "--ssl-keyfile-password",
+        "p",
+        "--upstream-ca-file",
+        "ca",
+        "--upstream-certfile",
+        "uc",
+    ]
+    guard += ["--upstream-certfile", "uc", "--rate-limit-requests", "60", "--reject-late"]
+    guard += ["--rate-limit-tokens", "1000", "--max-waiting-per-key", "5"]
+    options, passed = launch_server._parse(["--model-path", "m", "--pool-size", "2", *guard])
+    assert passed == []
+    router_flags = launch_server._router_flags(options, passed)
+    assert router_flags is not None
+    there = launch_router._parser().parse_args(["--pool-urls", "http://p", *router_flags])
+    config = launch_router.router_config(there)
+    assert [key.name for key in config.api_keys] == ["key-1", "key-2", "alice"]
+    assert [key.key for key in config.api_keys] == ["sk-first-key", "sk-second-key", "sk-alice-1"]
+    assert config.upstream_api_key == "sk-up"
+    assert config.tls == TlsConfig(
+        *(Path(name) for name in ("c", "k")), "p", *(Path(name) for name in ("ca", "uc", "uk"))
+    )
+    assert config.admission == AdmissionConfig(60, 1000, 5, reject_late=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--api-key", "sk-first-key", "--no-router"], "--api-key is for the router"),
+        (["--api-key", "short"], "API key key-1: a key has 8"),
+        (["--api-keys-file", "/no/such"], "cannot be read"),
+        (["--ssl-certfile", "/no/such"], "--ssl-certfile and --ssl-keyfile go together"),
+        (["--ssl-certfile", "/no/such", "--ssl-keyfile", "/no/such"], "are no certificate"),
+        (["--upstream-ca-file", "/no/such"], "holds no CA certificates"),
+        (["--rate-limit-requests", "0"], "requests_per_minute 0.0: must be 1 or more"),
+    ],
+)
+def test_a_pool_refuses_what_its_router_would(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = ["--model-path", "m", "--pool-size", "2", "--device", "cpu"]
+    with pytest.raises(SystemExit) as stop:
+        launch_server.main([*pool, *flags])
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("endpoint", ["http://b:1", "b", "b:x", ":4317", "b:1/v1/traces", ""])

@@ -72,15 +72,7 @@ def test_both_legs_name_the_room_and_the_home() -> None:
 
 
 def test_what_a_client_writes_of_routing_does_not_count() -> None:
-    spoofed = {
-        "bootstrap_host": "evil",
-        "bootstrap_port": 1,
-        "bootstrap_room": 7,
-        "disagg_prefill_dp_rank": 3,
-        "rid": "mine",
-        "routed_dp_rank": 5,
-        "data_parallel_rank": 6,
-    }
+    spoofed = {"rid": "mine", "bootstrap_room": None, "routed_dp_rank": None}
     text = '{ "text" : "h\\u00e9" , "temperature" : 1.0e-1, ' + json.dumps(spoofed)[1:-1] + " } \n"
 
     async def scenario() -> None:
@@ -91,7 +83,7 @@ def test_what_a_client_writes_of_routing_does_not_count() -> None:
             for seen in (*pool.seen, *decode.seen):
                 assert seen.body.startswith(text.rstrip()[:-1].encode()), "it was re-encoded"
                 assert seen.headers["authorization"] == "Bearer client"
-                for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"):
+                for name in ("bootstrap_room", "rid"):
                     assert seen.fields[name] != spoofed[name]
                 assert seen.fields["disagg_prefill_dp_rank"] == pool.seen[0].rank
             assert decode.seen[0].fields["routed_dp_rank"] is None

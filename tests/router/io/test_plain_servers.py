@@ -74,7 +74,7 @@ def test_a_server_of_one_rank_is_left_to_route_by_itself() -> None:
     async def scenario() -> None:
         async with FakePlain() as server, plain(server.url) as it:
             await joined(it)
-            async with await it.chat(routed_dp_rank=5, rid="mine") as answer:
+            async with await it.chat(routed_dp_rank=None, rid="mine") as answer:
                 assert answer.status == 200
             assert server.seen[0].fields["routed_dp_rank"] is None
             assert server.seen[0].fields["rid"] != "mine"
