@@ -128,7 +128,7 @@ class PrefixConfig:
     """
 
     mode: str = "observe"
-    pull: bool = False
+    pull: bool = True
     scan_s: float = 20.0
     slice_blocks: int = 10_000
     theta_inter_s: float = 1.0
@@ -226,7 +226,7 @@ class PolicyConfig:
     ``index_mib`` caps the memory of the prefix index.
     """
 
-    policy: str = "paper"
+    policy: str = "late"
     beta: float = 3.0
     lam: float = 0.3
     attempts: int = 3

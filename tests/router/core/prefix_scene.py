@@ -26,7 +26,11 @@ class PrefixScene(Scene):
         scene: dict[str, Any] | None = None,
         **prefix: Any,
     ) -> None:
-        defaults = {"mode": "on", "theta_inter_s": 1e9, "theta_intra": 1e9, "theta_reclaim": 0.0}
+        # Nothing is copied but what a test lets the scan copy.
+        defaults = {
+            **{"mode": "on", "pull": False},
+            **{"theta_inter_s": 1e9, "theta_intra": 1e9, "theta_reclaim": 0.0},
+        }
         super().__init__(
             None, profile, prefix=PrefixConfig(**{**defaults, **prefix}), **(scene or {})
         )

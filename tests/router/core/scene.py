@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from vertumnus_router.core.config import ControllerConfig, PolicyConfig
+from vertumnus_router.core.config import ControllerConfig, PolicyConfig, PrefixConfig
 from vertumnus_router.core.control import ControlPlane
 from vertumnus_router.core.effects import (
     Abort,
@@ -97,6 +97,9 @@ class Scene:
     def __init__(
         self, composition: str | None = "2x1", profile: Profile = IDEAL, **config: Any
     ) -> None:
+        # Each scene is of one policy; who wants another, or pulls, says so.
+        config.setdefault("policy", "paper")
+        config.setdefault("prefix", PrefixConfig(pull=False))
         config.setdefault("tie_s", 0.0)
         config.setdefault("correction", NO_CORRECTION)
         config.setdefault("controller", ControllerConfig(mode="off"))

@@ -10,9 +10,9 @@ from vertumnus_router.core.config import (
 )
 
 
-def test_the_defaults_are_the_papers() -> None:
+def test_requests_bind_late_unless_told_otherwise_and_the_weights_are_the_papers() -> None:
     config = PolicyConfig()
-    assert (config.policy, config.beta, config.lam, config.attempts) == ("paper", 3.0, 0.3, 3)
+    assert (config.policy, config.beta, config.lam, config.attempts) == ("late", 3.0, 0.3, 3)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_controller_settings_are_checked(bad: dict[str, Any], says: str) -> None
         ControllerConfig(**bad)
 
 
-def test_the_prefix_manager_only_observes_and_nothing_is_pulled_unless_told_otherwise() -> None:
+def test_prefixes_are_pulled_and_the_manager_only_observes_unless_told_otherwise() -> None:
     config = PolicyConfig().prefix
-    assert (config.mode, config.pull, config.scan_s) == ("observe", False, 20)
+    assert (config.mode, config.pull, config.scan_s) == ("observe", True, 20)
 
 
 @pytest.mark.parametrize(

@@ -221,10 +221,10 @@ class Moves(RuleBasedStateMachine):
             self.time_passes(SETTLE_S)
         assert self.plan is None
         self.nothing_drains_without_need()
-        for request_id, worker in list(self.live.items()):
-            if worker is not None:
-                del self.live[request_id]
-                self.feed(RequestFinished(request_id))
+        # What ends may let one that waited begin.
+        while bound := [one for one, worker in self.live.items() if worker is not None]:
+            del self.live[bound[0]]
+            self.feed(RequestFinished(bound[0]))
         self.books_are_in_order()
         assert all(worker.queue_s == 0.0 for worker in self.control.workers(self.now))
 
