@@ -22,9 +22,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         if options.watch is None:
-            print(show(options.url, as_json=options.json))
+            print(show(options.url, key=options.api_key, as_json=options.json))
         else:
-            watch(options.url, options.watch, WallClock(), sys.stdout, as_json=options.json)
+            clock, key = WallClock(), options.api_key
+            watch(options.url, options.watch, clock, sys.stdout, key=key, as_json=options.json)
     except VertumnusError as exc:
         sys.exit(f"sgl-vertumnus: {exc}")
     except KeyboardInterrupt:
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"show it again every SECONDS ({_WATCH_S:g}) until Ctrl-C",
     )
     add("--json", action="store_true", help="the router's own answer, one line")
+    add("--api-key", metavar="KEY", help="an API or control key, if the router asks for one")
     profiler = commands.add_parser(
         "profile",
         help="measure prefill times and the load that workers of each degree bear",

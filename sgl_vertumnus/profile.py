@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a pool's front or its router (default %(default)s)",
     )
     add("--pool", metavar="ID", help="which pool, if the router has several")
-    add("--control-key", help="admin key of the front")
+    add("--control-key", help="admin key of the front, and control key of its router")
     add(
         "--out",
         type=Path,

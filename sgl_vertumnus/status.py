@@ -19,9 +19,10 @@ _STAGES = ("drain", "vote", "switch", "publish")
 Row = Sequence[str]
 
 
-def show(url: str, *, as_json: bool = False) -> str:
-    """What the router at ``url`` says. Raises ``VertumnusError`` when it cannot be asked."""
-    status = fetch(url)
+def show(url: str, *, key: str | None = None, as_json: bool = False) -> str:
+    """What the router at ``url`` says, asked with an API or control ``key`` if it needs one.
+    Raises ``VertumnusError`` when it cannot be asked."""
+    status = fetch(url, key)
     if as_json:
         return msgspec.json.encode(status).decode()
     try:
@@ -34,12 +35,18 @@ def show(url: str, *, as_json: bool = False) -> str:
 
 
 def watch(
-    url: str, seconds: float, clock: WallClock, out: TextIO, *, as_json: bool = False
+    url: str,
+    seconds: float,
+    clock: WallClock,
+    out: TextIO,
+    *,
+    key: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Show it every ``seconds``, for ever; a router that is away may come back."""
     while True:
         try:
-            text = show(url, as_json=as_json)
+            text = show(url, key=key, as_json=as_json)
         except VertumnusError as exc:
             text = msgspec.json.encode({"error": str(exc)}).decode() if as_json else str(exc)
         redraw = out.isatty() and not as_json
@@ -47,13 +54,19 @@ def watch(
         clock.pause(seconds)
 
 
-def fetch(url: str) -> dict[str, Any]:
+def fetch(url: str, key: str | None = None) -> dict[str, Any]:
     """The router's ``GET /vertumnus/composition``."""
     target = f"{url.rstrip('/')}/vertumnus/composition"
+    keyed = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        with urllib.request.urlopen(target, timeout=_TIMEOUT_S) as answer:
+        asked = urllib.request.Request(target, headers=keyed)
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:
             status = msgspec.json.decode(answer.read())
     except urllib.error.HTTPError as exc:
+        if exc.code in (401, 403):
+            raise VertumnusError(
+                f"{target} answers {exc.code}: give it one of the router's keys with --api-key"
+            ) from exc
         raise VertumnusError(f"{target} answers {exc.code}: is this a vertumnus router?") from exc
     except (OSError, HTTPException, ValueError) as exc:
         if isinstance(exc, msgspec.MsgspecError):

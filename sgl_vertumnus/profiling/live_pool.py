@@ -164,7 +164,7 @@ def find_pool(url: str, key: str | None = None, pool_id: str | None = None) -> L
     try:
         return _at_front(url, key)
     except PoolError:
-        status = _at_router(url)
+        status = _at_router(url, key)
         if status is None:
             raise
     if (status.get("controller") or {}).get("mode") == "on":
@@ -195,10 +195,11 @@ def call(
         raise PoolError(f"{url} does not answer: {getattr(exc, 'reason', None) or exc}") from exc
 
 
-def _at_router(url: str) -> dict[str, Any] | None:
+def _at_router(url: str, key: str | None) -> dict[str, Any] | None:
     """What the router there says of its pools, None if it is no router."""
+    keyed = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        status = msgspec.json.decode(call(f"{url}/vertumnus/composition", None, {}, _ASK_S))
+        status = msgspec.json.decode(call(f"{url}/vertumnus/composition", None, keyed, _ASK_S))
     except (PoolError, msgspec.DecodeError):
         return None
     return status if isinstance(status, dict) and "pools" in status else None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vertumnus_router.clock import WallClock
 from vertumnus_router.io.config import DEFAULT_PORT
+from vertumnus_router.io.keys import ApiKey
 
 from sgl_vertumnus import cli, status
 from sgl_vertumnus.errors import VertumnusError
@@ -152,11 +153,24 @@ def test_something_else_than_a_router() -> None:
     run(scenario())
 
 
+def test_a_router_with_keys_is_asked_with_one() -> None:
+    async def scenario() -> None:
+        keys = (ApiKey("team", "s3cret-of-the-team"),)
+        async with FakePool(1) as pool, running(pool.url, api_keys=keys) as it:
+            await until(lambda: it.router.core.is_ready(), "ready")
+            code, _, err = await ask("--url", it.url)
+            assert code == 1 and "answers 401: give it one of the router's keys" in err
+            code, out, _ = await ask("--url", it.url, "--api-key", "s3cret-of-the-team")
+            assert code == 0 and pool.url in out
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("pools", [3, [{}], [{"pool": "p", "url": "u", "composition": 7}]])
 def test_a_router_of_another_version_is_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, pools: Any
 ) -> None:
-    monkeypatch.setattr(status, "fetch", lambda url: {"pools": pools})
+    monkeypatch.setattr(status, "fetch", lambda url, key: {"pools": pools})
     with pytest.raises(VertumnusError, match="in another way than this version knows"):
         status.show("http://router")
     assert "pools" in status.show("http://router", as_json=True)
@@ -216,12 +230,12 @@ def test_watch_needs_a_time(seconds: str, capsys: pytest.CaptureFixture[str]) ->
 def test_the_default_is_a_router_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def watch(url: str, seconds: float, clock: WallClock, out: Any, *, as_json: bool) -> None:
-        asked.append((url, seconds, as_json))
+    def watch(url: str, seconds: float, clock: WallClock, out: Any, **how: Any) -> None:
+        asked.append((url, seconds, how))
 
     monkeypatch.setattr(cli, "watch", watch)
     cli.main(["status", "--watch"])
-    assert asked == [(f"http://127.0.0.1:{DEFAULT_PORT}", 1.0, False)]
+    assert asked == [(f"http://127.0.0.1:{DEFAULT_PORT}", 1.0, {"key": None, "as_json": False})]
 
 
 def test_it_is_installed_as_a_command() -> None:
