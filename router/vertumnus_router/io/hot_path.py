@@ -3,12 +3,14 @@
 import logging
 import random
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
 from vertumnus_router.clock import Clock
 from vertumnus_router.core.types import Request, RequestId
 from vertumnus_router.io.access import ANONYMOUS, ASKER, Asker
-from vertumnus_router.io.admission import Door
+from vertumnus_router.io.admission import Door, Ticket
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.asgi import (
     ClientGone,
@@ -50,6 +52,18 @@ _CLIENT_ID_BYTES = 128
 _OTHER = "other"
 #: What a path may contain besides letters, digits and ``_.-~`` (RFC 3986).
 _PATH_CHARS = "/:@!$&'()*+,;="
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A request that was let in, and its connection."""
+
+    request: Request
+    trail: Trail
+    ticket: Ticket
+    scope: Scope
+    receive: Receive
+    send: Send
 
 
 class HotPath:
@@ -126,35 +140,16 @@ class HotPath:
             self._observer.ended(trail, error.code, error.status)
             await respond_error(send, error, [(b"x-request-id", client_id)])
             return
-        exchange = Exchange(
-            request=request,
+        exchange = self._exchange(
+            _Call(request, trail, ticket, scope, receive, send),
             engine_items=asked.engine_items,
             merges_logprobs=wants_prompt_logprobs(asked),
             streams=bool(asked.fields.get("stream")),
-            arrived_s=arrived_s,
             target=_target(endpoint.value, scope),
             body=body,
-            headers=to_front(scope["headers"], self._credentials),
-            client_id=client_id,
-            on_begun=ticket.began,
-            control=self._control,
-            engines=self._engines,
-            metrics=self._metrics,
-            observer=self._observer,
-            trail=trail,
-            clock=self._clock,
-            receive=receive,
-            send=send,
-            direct=find(scope),
         )
         del body, asked  # the exchange drops the body once it cannot be needed again
-        key = request_key(request_id)
-        self._live[key] = exchange
-        try:
-            await exchange.run()
-        finally:
-            ticket.began()
-            del self._live[key]
+        await self._run(exchange, ticket)
 
     async def pass_on(
         self, path: str, *, repeatable: bool, scope: Scope, receive: Receive, send: Send
@@ -176,30 +171,40 @@ class HotPath:
         # What the client calls the path would be a label without bounds.
         trail = Trail(request_id, client_id, scope["method"], _OTHER, arrived_s, request)
         self._observer.arrived(trail, scope["headers"])
-        exchange = Exchange(
-            request=request,
+        exchange = self._exchange(
+            _Call(request, trail, ticket, scope, receive, send),
             engine_items=None,
             merges_logprobs=False,
             streams=True,
             opaque=Opaque(scope["method"].encode(), repeatable),
-            arrived_s=arrived_s,
             target=_target(quote(path, safe=_PATH_CHARS), scope),
             body=body,
-            headers=to_front(scope["headers"], self._credentials),
-            client_id=client_id,
-            on_begun=ticket.began,
+        )
+        del body
+        await self._run(exchange, ticket)
+
+    def _exchange(self, call: _Call, **own: Any) -> Exchange:
+        """``own`` is what the two kinds of requests do not share."""
+        return Exchange(
+            request=call.request,
+            arrived_s=call.trail.arrived_s,
+            headers=to_front(call.scope["headers"], self._credentials),
+            client_id=call.trail.client_id,
+            on_begun=call.ticket.began,
             control=self._control,
             engines=self._engines,
             metrics=self._metrics,
             observer=self._observer,
-            trail=trail,
+            trail=call.trail,
             clock=self._clock,
-            receive=receive,
-            send=send,
-            direct=find(scope),
+            receive=call.receive,
+            send=call.send,
+            direct=find(call.scope),
+            **own,
         )
-        del body
-        key = request_key(request_id)
+
+    async def _run(self, exchange: Exchange, ticket: Ticket) -> None:
+        key = request_key(exchange.id)
         self._live[key] = exchange
         try:
             await exchange.run()
