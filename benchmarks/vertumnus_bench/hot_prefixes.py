@@ -21,8 +21,8 @@ from vertumnus_bench.stream import causes, hit_rate, tally
 from vertumnus_bench.workload import Arrival, Ask, random_tokens
 
 MODES = {
-    "off": ("--prefix-manager", "off"),
-    "on": ("--prefix-manager", "on"),
+    "off": ("--prefix-manager", "off", "--no-pull"),
+    "on": ("--prefix-manager", "on", "--no-pull"),
     "pull": ("--prefix-manager", "on", "--pull"),
 }
 

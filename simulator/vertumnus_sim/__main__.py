@@ -44,8 +44,8 @@ def _run(options: argparse.Namespace) -> Row:
     known = {f"hardware.{name}" for name in settings.names(Hardware())}
     known |= {f"delays.{name}" for name in settings.names(Delays())}
     given = dict(options.set or [])
-    if options.pull:
-        given["prefix.pull"] = "true"
+    if options.pull is not None:
+        given["prefix.pull"] = str(options.pull).lower()
     parts = {n: value for n, value in given.items() if n.startswith(("hardware.", "delays."))}
     if strangers := sorted(parts.keys() - known):
         raise ValueError(f"no setting {strangers[0]!r}; there are {', '.join(sorted(known))}")
@@ -146,7 +146,11 @@ def _parser() -> argparse.ArgumentParser:
 
     policy = parser.add_argument_group("the router")
     policy.add_argument("--policy", choices=POLICIES, default="late")
-    policy.add_argument("--pull", action="store_true", help="short for --set prefix.pull=true")
+    policy.add_argument(
+        "--pull",
+        action=argparse.BooleanOptionalAction,
+        help="short for --set prefix.pull=true, or false; by default as the router",
+    )
     policy.add_argument(
         "--set",
         type=_setting,

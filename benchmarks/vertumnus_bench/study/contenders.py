@@ -26,8 +26,9 @@ MIXED = tuple(mix for mix in MIXES if mix not in HOMOGENEOUS)
 #: Of late binding, which has one setting for all workloads.
 LATE_MIX = "16x1,12x2"
 PULL: Mapping[str, str] = {"prefix.pull": "true"}
+NO_PULL: Mapping[str, str] = {"prefix.pull": "false"}
 #: What the paper has beside its placement.
-SYSTEM: Mapping[str, str] = {"controller.mode": "on", "prefix.mode": "on"}
+SYSTEM: Mapping[str, str] = {**NO_PULL, "controller.mode": "on", "prefix.mode": "on"}
 PAPER_GRID = tuple(
     {"beta": beta, "lam": lam} for beta in ("1.5", "3.0", "5.0") for lam in ("0.1", "0.3", "1.0")
 )
@@ -86,7 +87,12 @@ FCFS = "fluid_fcfs"
 CONTENDERS = (
     *(
         Contender(
-            f"homogeneous_{mix.partition('x')[2]}", Role.BASELINE, "paper", (mix,), grid=PAPER_GRID
+            f"homogeneous_{mix.partition('x')[2]}",
+            Role.BASELINE,
+            "paper",
+            (mix,),
+            NO_PULL,
+            PAPER_GRID,
         )
         for mix in HOMOGENEOUS
     ),
@@ -94,7 +100,7 @@ CONTENDERS = (
     _baseline("cache_aware", HOMOGENEOUS),
     _baseline("dynamo_like", HOMOGENEOUS),
     _baseline("least_loaded", HOMOGENEOUS),
-    Contender(PAPER, Role.PAPER, "paper", MIXES, grid=PAPER_GRID),
+    Contender(PAPER, Role.PAPER, "paper", MIXES, NO_PULL, PAPER_GRID),
     Contender("paper_system", Role.PART, "paper", settings=SYSTEM, like=PAPER, inherits=True),
     Contender("paper_pull", Role.PART, "paper", settings=PULL, like=PAPER, inherits=True),
     Contender(
@@ -106,7 +112,7 @@ CONTENDERS = (
     ),
     Contender("late_best_mix", Role.PART, "late", settings=PULL, like=PAPER),
     Contender(LATE, Role.OURS, "late", (LATE_MIX,), PULL),
-    Contender("late_no_pull", Role.CONTROL, "late", (LATE_MIX,)),
+    Contender("late_no_pull", Role.CONTROL, "late", (LATE_MIX,), NO_PULL),
     Contender(FLUID, Role.OURS, "fluid", ("40x1",), PULL),
     # Urgency is GPU-seconds + ageing · arrival: with this much of it arrival alone counts.
     Contender(FCFS, Role.CONTROL, "fluid", ("40x1",), {**PULL, "fluid.ageing": "1e6"}),

@@ -16,7 +16,7 @@ from vertumnus_router.io.asgi import Scope, header
 from vertumnus_router.io.metrics import RouterMetrics
 
 DEADLINE_HEADER = b"x-request-deadline-ms"
-_MOST_RETRY_S = 60
+_MOST_RETRY_S = 86_400
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Door:
 
 
 def retry_after(seconds: float) -> tuple[bytes, bytes]:
-    """The header, in whole seconds: at least one, and no more than a client would believe."""
+    """The header, in whole seconds: at least one, and a day at most."""
     return b"retry-after", str(min(_MOST_RETRY_S, max(1, math.ceil(seconds)))).encode()
 
 

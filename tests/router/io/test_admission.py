@@ -59,7 +59,8 @@ def test_tokens_of_the_prompt_are_limited() -> None:
             long = [{"role": "user", "content": "word " * 200}]
             assert (await ask(it, ALICE.key, messages=long))[0] == 200, "the bucket was full"
             status, code, retry = await ask(it, ALICE.key)
-            assert (status, code, retry) == (429, "rate_limited", "60")
+            assert (status, code) == (429, "rate_limited")
+            assert int(retry) > 60, "the debt is paid off first"
 
     run(scenario())
 
@@ -141,6 +142,8 @@ def test_who_cannot_be_in_time_is_told_at_once() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize(("seconds", "says"), [(0, b"1"), (0.2, b"1"), (1.2, b"2"), (1e9, b"60")])
+@pytest.mark.parametrize(
+    ("seconds", "says"), [(0, b"1"), (0.2, b"1"), (1.2, b"2"), (1e9, b"86400")]
+)
 def test_retry_after_is_in_whole_seconds(seconds: float, says: bytes) -> None:
     assert retry_after(seconds) == (b"retry-after", says)

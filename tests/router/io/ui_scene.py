@@ -60,7 +60,9 @@ async def busy(folder: Path) -> AsyncIterator[tuple[Running, list[FakePool]]]:
         for name, composition in zip("abcde", COMPOSITIONS, strict=True)
     ]
     policy = PolicyConfig(
-        prefix=PrefixConfig(mode="observe", scan_s=0.5),
+        # Workers have queues, and documents stay where the scene puts them.
+        policy="paper",
+        prefix=PrefixConfig(mode="observe", pull=False, scan_s=0.5),
         controller=ControllerConfig(mode="observe", window_s=0.5),
     )
     urls = [pool.url for pool in pools]
