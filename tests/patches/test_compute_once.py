@@ -47,7 +47,7 @@ def in_block(monkeypatch: pytest.MonkeyPatch, bound: Bound) -> Bound:
         "can_apply",
         lambda strategy, count, batch: shard_by_work(original, strategy, count, batch),
     )
-    monkeypatch.setattr(short_prompts, "_is_torch_native", lambda: True)
+    monkeypatch.setattr(short_prompts, "_allows_empty_segments", lambda: True)
     monkeypatch.setattr(base, "_STRATEGY", zigzag.ZigzagCPStrategy(cp_size=2))
     bound.rank.shards.return_value = False
     return bound
