@@ -81,8 +81,9 @@ def check_collectives_end() -> None:
     Raises:
         ConfigurationError: when the environment tells torch to let it live.
     """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    chosen = os.environ.get(name)
+    # torch also reads the older name, where the newer one is not set.
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+    name, chosen = next(((n, os.environ[n]) for n in names if n in os.environ), (names[0], None))
     if chosen not in (None, "1", "3"):
         raise ConfigurationError(
             f"{name}={chosen} lets a rank live on behind a collective that has failed, and its "

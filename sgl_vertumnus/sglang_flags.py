@@ -66,6 +66,9 @@ def cpu_kv_tokens(config: PoolConfig, elements_per_token: int, free_bytes: int) 
 def _defaults(config: PoolConfig, cpu_kv_tokens: int | None) -> list[tuple[str, ...]]:
     defaults: list[tuple[str, ...]] = [
         ("--sleep-on-idle",),
+        # A rank changes its block between two steps (vertumnus_patches/in_hand.py). The overlap
+        # schedule has one under way, whose result is not there, whenever a command is read.
+        ("--disable-overlap-schedule",),
         # Evicts by priority, then by age: how surplus copies of a block's ranks go first.
         ("--radix-eviction-policy", "priority"),
     ]
@@ -75,8 +78,6 @@ def _defaults(config: PoolConfig, cpu_kv_tokens: int | None) -> list[tuple[str, 
             ("--attention-backend", "torch_native"),
             ("--page-size", "16"),
             ("--dtype", faster_dtype()),
-            # There is no second engine to overlap with on a CPU.
-            ("--disable-overlap-schedule",),
         ]
         if cpu_kv_tokens is not None:
             defaults.append(("--max-total-tokens", str(cpu_kv_tokens)))

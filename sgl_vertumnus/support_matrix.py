@@ -46,7 +46,8 @@ GPU_PARTS = (
         "zigzag prefill with flashinfer: bf16 and fp8 KV, pages of any size, cached prefixes",
         "the plan arrays, executed by a kernel in plain torch, equal dense attention; the adapter "
         "in SGLang's backend class, with SGLang's shards",
-        "`pytest tests/gpu`; `python benchmarks/gpu.py --json FILE`",
+        "the plans and the kernel, without the adapter and without scales of 8-bit KV: `pytest "
+        "tests/gpu`, `python benchmarks/gpu.py --json FILE`; the adapter: a pool",
     ),
     GpuPart(
         "what the adapter extends and calls in SGLang and flashinfer",
@@ -74,6 +75,11 @@ GPU_PARTS = (
         "NUMA nodes without it are warned of",
         "with matrices in the forms that drivers print",
         "a start of a pool",
+    ),
+    GpuPart(
+        "SGLang's overlap schedule",
+        "not there: a rank changes its block when no step is under way, so it is off",
+        "",
     ),
     GpuPart(
         "decode CUDA graphs across moves; prefill graphs at degree 1 only",

@@ -355,20 +355,23 @@ def test_a_gpu_is_tried_when_the_operator_says_so(started: Started) -> None:
     assert config.allow_unproven_gpu and "--allow-unproven-gpu" not in passed
 
 
+@pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"])
 @pytest.mark.parametrize(("value", "is_refused"), [("0", True), ("2", True), ("1", False)])
 def test_a_rank_must_not_outlive_a_failed_collective(
     started: Started,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    name: str,
     value: str,
     is_refused: bool,
 ) -> None:
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    monkeypatch.setenv(name, value)
     if not is_refused:
         launch_server.main([*BASE, "--device", "cuda"])
         return
     code, said = exit_of(capsys, *BASE, "--device", "cuda")
-    assert code == 2 and "TORCH_NCCL_ASYNC_ERROR_HANDLING" in said and "unset it" in said
+    assert code == 2 and f"{name}={value}" in said and "unset it" in said
 
 
 @pytest.mark.parametrize("gpu", [True, False])

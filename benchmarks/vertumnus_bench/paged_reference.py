@@ -6,8 +6,8 @@
 
 import torch
 
-#: Query rows whose scores exist at a time.
-_ROWS = 1024
+#: Scores that exist at a time, 8 bytes each and twice that while they become weights.
+_SCORES = 2**28
 
 
 def run_plan(
@@ -48,8 +48,9 @@ def full_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: flo
     v64 = v.double().repeat_interleave(group, dim=1).transpose(0, 1)
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     positions = torch.arange(keys, device=q.device)
-    for begin in range(0, queries, _ROWS):
-        rows = slice(begin, min(queries, begin + _ROWS))
+    step = max(1, _SCORES // (q.shape[1] * max(keys, 1)))
+    for begin in range(0, queries, step):
+        rows = slice(begin, min(queries, begin + step))
         scores = q[rows].double().transpose(0, 1) @ k64 * scale
         own = positions[keys - queries + rows.start : keys - queries + rows.stop, None]
         scores.masked_fill_(positions[None, :] > own, float("-inf"))

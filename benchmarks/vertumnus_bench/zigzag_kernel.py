@@ -69,7 +69,8 @@ class Peak:
     bytes_per_s: float
 
 
-#: From NVIDIA's data sheets, without sparsity, by a part of the device's name.
+#: From NVIDIA's data sheets, without sparsity, by the driver's name behind "NVIDIA": a GH200 and an
+#: H200 NVL are slower than an H200.
 PEAKS = {
     "H200": Peak(989e12, 4.8e12),
     "H100 80GB HBM3": Peak(989e12, 3.35e12),
@@ -81,7 +82,7 @@ PEAKS = {
 
 def peak_of(device_name: str) -> Peak | None:
     """None: nothing is known of the device, and nothing is made up."""
-    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
+    return PEAKS.get(device_name.removeprefix("NVIDIA "))
 
 
 def blocks_of(case: Case) -> list[tuple[int, int]]:
@@ -220,7 +221,8 @@ def time_share(layer: Layer, peak: Peak | None, *, rank: int = 0, repeats: int =
     together, alone = backend.kernel(), backend.kernel()
     apart = [(backend.kernel(), q[:cut], out[:cut]), (backend.kernel(), q[cut:], out[cut:])]
     for (kernel, _, _), segment in zip(apart, segments, strict=True):
-        layer.plan_for(kernel, [segment])
+        if segment.query_tokens:  # flashinfer plans no empty batch
+            layer.plan_for(kernel, [segment])
     layer.plan_for(alone, [segment_of(case, (0, case.new_tokens))])
 
     def plan() -> None:

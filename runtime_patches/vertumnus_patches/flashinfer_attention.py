@@ -184,6 +184,10 @@ def backend_class(planner: Planner) -> Any:
             if problems := list(_uncovered(self)):
                 raise NotImplementedError(f"CP with {NAME}: {'; '.join(problems)}")
             self._zigzag_plan: Any = None
+            # Steps that are not sharded would attend to a chunk's own KV before it is rounded to
+            # the cache's type, sharded ones after: what is said would depend on the degree.
+            shape = self.indices_updater_prefill
+            self.use_paged = self.use_paged or shape.data_type != shape.q_data_type
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             cp = forward_batch.attn_cp_metadata

@@ -27,6 +27,9 @@ class RankSeam(Protocol):
     def on_parallel_ready(self) -> None:
         """SGLang's own process groups exist; build the lattice's."""
 
+    def least_capacity(self, tokens: int) -> int:
+        """Of the ranks that may be in one block with this one; KV tokens. Collective."""
+
     def exchange_requests(self, received: list[Any] | None) -> list[Any]:
         """Requests of this step: the leader's go to every member, which pass None."""
 

@@ -123,6 +123,17 @@ class RankRuntime:
                 force_mooncake=forces_mooncake(),
             )
 
+    def least_capacity(self, tokens: int) -> int:
+        """Collective over the rank's widest block, which holds all others that it can be in."""
+        if not self._lattice:
+            return tokens
+        widest = max(self._lattice, key=lambda block: block.degree)
+        told = self._lattice[widest].group.gather_numbers([tokens])
+        least = min(number for (number,) in told)
+        if least < tokens:
+            logger.info("KV capacity %d, of %d: the least in %s", least, tokens, widest)
+        return least
+
     # -- the step ------------------------------------------------------------
 
     @property

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from vertumnus_bench.paged_reference import run_plan
+from vertumnus_bench import paged_reference
+from vertumnus_bench.paged_reference import full_causal, run_plan
 from vertumnus_bench.zigzag_kernel import (
     Case,
     Kernel,
@@ -25,6 +26,7 @@ from vertumnus_bench.zigzag_kernel import (
 
 from sgl_vertumnus.worker.paged_plan import PagedPlan, Segment
 
+SCALE = 0.3
 SHAPE = Shape(query_heads=4, kv_heads=2, head_dim=8)
 
 
@@ -33,6 +35,8 @@ class TorchKernel:
     skipped = 0
 
     def plan(self, plan: PagedPlan, shape: Shape, q_dtype: Any, kv_dtype: Any) -> None:
+        # As flashinfer's plan does, which takes the largest of no lengths otherwise.
+        assert len(plan.qo_indptr) > 1, "a plan without a request"
         self._plan = plan
 
     def run(self, q: Any, k_pages: Any, v_pages: Any, *, scale: float, out: Any) -> None:
@@ -101,7 +105,28 @@ def test_the_work_of_a_segment() -> None:
 
 def test_nothing_is_made_up_of_a_device_that_is_not_known() -> None:
     assert peak_of("NVIDIA H200") == Peak(989e12, 4.8e12)
-    assert peak_of("NVIDIA GeForce RTX 5090") is None
+    for unknown in ("NVIDIA GeForce RTX 5090", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"):
+        assert peak_of(unknown) is None
+
+
+def test_the_reference_fits_into_a_gpu_beside_the_longest_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1024 rows of 32 heads over 128K keys would be 32 GiB, and as much again for their softmax."""
+    largest = 0
+    masked_fill = torch.Tensor.masked_fill_
+
+    def seen(scores: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, scores.numel())
+        return masked_fill(scores, *arguments)
+
+    q, k = torch.randn(40, 4, 8), torch.randn(50, 2, 8)
+    whole = full_causal(q, k, k, scale=SCALE)
+    monkeypatch.setattr(paged_reference, "_SCORES", 7 * 4 * 50)
+    monkeypatch.setattr(torch.Tensor, "masked_fill_", seen)
+    torch.testing.assert_close(full_causal(q, k, k, scale=SCALE), whole)
+    assert largest == 7 * 4 * 50
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: run it there")

@@ -371,6 +371,10 @@ COVERED: dict[str, Any] = {
     "enable_mis": False,
     "is_dllm_model": False,
     "enable_deterministic": False,
+    "use_paged": False,
+    "indices_updater_prefill": SimpleNamespace(
+        q_data_type=torch.bfloat16, data_type=torch.bfloat16
+    ),
 }
 
 
@@ -397,6 +401,22 @@ def test_a_configuration_that_is_not_covered_is_refused_at_start(
     backend_class(paged_plan)({})
     with pytest.raises(NotImplementedError, match=reason):
         backend_class(paged_plan)(change)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "use_paged"), [(torch.bfloat16, False), (torch.float8_e4m3fn, True)]
+)
+def test_kv_of_another_type_is_read_from_the_cache_at_every_degree(
+    kv_dtype: torch.dtype, use_paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = SimpleNamespace(q_data_type=torch.bfloat16, data_type=kv_dtype)
+
+    def as_upstream(self: Any, runner: Any) -> None:
+        vars(self).update(COVERED, prefill_kv_access="", decode_kv_access="")
+        self.indices_updater_prefill = shape
+
+    monkeypatch.setattr(flashinfer_backend.FlashInferAttnBackend, "__init__", as_upstream)
+    assert backend_class(paged_plan)({}).use_paged is use_paged
 
 
 def test_a_kv_format_without_a_reader_is_refused_as_upstream_refuses_it(

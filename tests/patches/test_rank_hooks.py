@@ -16,6 +16,7 @@ from vertumnus_patches.patches.control import follow_command
 from vertumnus_patches.patches.cp_stream import without_cuda_stream
 from vertumnus_patches.patches.events_published import tell_published
 from vertumnus_patches.patches.home_output import stream_from_home
+from vertumnus_patches.patches.least_capacity import as_the_least
 from vertumnus_patches.patches.member_idle import sleep_if_allowed
 from vertumnus_patches.patches.member_output import mute_others
 from vertumnus_patches.patches.parallel_groups import build_lattice_groups
@@ -304,3 +305,13 @@ def test_the_stream_is_real_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch
 
     without_cuda_stream(execute, SimpleNamespace(), SimpleNamespace(), {})
     assert seen == [real]
+
+
+# -- least_capacity -------------------------------------------------------------------------------
+
+
+def test_a_rank_sizes_its_pool_as_the_least_of_its_block_does(bound: Bound) -> None:
+    bound.rank.least_capacity.side_effect = lambda tokens: tokens - 64
+    configurator, original = object(), Mock(return_value=6400)
+    assert as_the_least(original, configurator, 7000) == 6336
+    original.assert_called_once_with(configurator, 7000)

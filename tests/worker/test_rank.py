@@ -902,3 +902,26 @@ def test_whoever_waits_for_the_tree_is_let_in_at_the_next_step(scene_of: Any, wi
     rank.exchange_requests([])
     assert inside.is_set()
     thread.join()
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Capacities:
+    """A block's group in which every rank tells its own."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def gather_numbers(self, numbers: Any) -> list[list[int]]:
+        return [list(numbers), *([other] for other in self.tokens)]
+
+
+def test_ranks_that_may_share_a_block_have_the_same_capacity() -> None:
+    """Each measures its own GPU; one page more, and it would admit what the others do not."""
+    runtime = RankRuntime(CONFIG, "manifest")
+    assert runtime.least_capacity(640) == 640, "no block but itself"
+    groups: Any = {Block(0, 2): Capacities([704]), Block(0, 4): Capacities([704, 576, 704])}
+    stream: Any = Stream()
+    runtime._lattice = {block: Links(group, stream) for block, group in groups.items()}
+    assert runtime.least_capacity(640) == 576
