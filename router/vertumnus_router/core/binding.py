@@ -76,7 +76,7 @@ class Binding:
                 break  # a batch, for which there never are rooms enough if others go first
             # A request may prefer to wait for a busy worker; those behind it see it there.
             forms = lanes.forms(quotes.lane) and self._has_room(quotes.candidate)
-            if self._plan(lanes, quotes):
+            if self._plan(lanes, entry, quotes):
                 effects.append(self._dispatch(entry, quotes, decode, now))
             elif forms:
                 effects += self._lanes.form(lanes, quotes.lane, now)
@@ -93,7 +93,7 @@ class Binding:
         for other in self._table.ahead_of(entry)[: self._policy.window]:
             quotes = self._placement.quotes(other, lanes, now)
             if quotes is not None:
-                self._plan(lanes, quotes)
+                self._plan(lanes, other, quotes)
         quotes = self._placement.quotes(entry, lanes, now)
         decode = None if quotes is None else self._pair(entry, quotes)
         return self._placement.decision(entry, quotes, decode)
@@ -119,11 +119,12 @@ class Binding:
         ]
         return bool(fitting) and None not in map(entry.rules_out, fitting)
 
-    def _plan(self, lanes: Lanes, quotes: Quotes) -> bool:
+    def _plan(self, lanes: Lanes, entry: Entry, quotes: Quotes) -> bool:
         """Put the request on the timeline that it chose; whether it may also bind."""
         at, offer = quotes.lane, quotes.offer
         binds = self._may_bind(lanes, at) and self._has_room(quotes.candidate)
-        lanes.plan(at, offer.service_s, offer.uncached_tokens, binds)
+        tokens = offer.uncached_tokens if entry.is_told(quotes.candidate) else 0
+        lanes.plan(at, offer.service_s, tokens, binds)
         return binds
 
     def _any_may_go(self, lanes: Lanes) -> bool:

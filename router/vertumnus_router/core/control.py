@@ -541,8 +541,9 @@ class ControlPlane:
 
     @property
     def lacks_decode(self) -> bool:
-        """Whether there are pools that prefill only, and no decode server for them."""
-        return not self._decodes.terms() and any(p.prefill_only for p in self._membership.pools)
+        """Whether there are pools that prefill only, and no decode server for them that stays."""
+        stay = any(not terms.leaving for terms in self._decodes.terms())
+        return not stay and any(p.prefill_only for p in self._membership.pools)
 
     def requests_at(self, pool: PoolId) -> int:
         """How many requests the workers of a pool have."""

@@ -64,7 +64,7 @@ class Decodes:
     def terms(self) -> tuple[DecodeTerms, ...]:
         """Every live server."""
         return tuple(
-            DecodeTerms(decode, server.rooms, server.limit, server.doubted)
+            DecodeTerms(decode, server.rooms, server.limit, server.doubted, server.leaving)
             for decode, server in self._servers.items()
         )
 

@@ -55,12 +55,13 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
 
 class DecodeTerms(msgspec.Struct, frozen=True, gc=False):
     """One decode server: ``rooms`` of its ``limit`` are taken. ``doubted``: it did not answer a
-    request lately, and takes none until it is heard of again."""
+    request lately, and takes none until it is heard of again. ``leaving``: it takes none."""
 
     decode: DecodeId
     rooms: int
     limit: int
     doubted: bool = False
+    leaving: bool = False
 
 
 class Prices(Protocol):

@@ -21,10 +21,17 @@ class Reservation:
     service_s: float
     uncached_tokens: int
     blocks: tuple[BlockHash, ...] = ()
+    #: whether somebody will tell when the prefill ends. If not, this lasts as long as the answer,
+    #: and its tokens count in no ``load``
+    told: bool = True
     started: bool = False
     #: another prefill ran at the worker meanwhile, or it moved between workers: the reported
     #: time is not that of one prefill at one worker
     shared: bool = False
+
+    @property
+    def load_tokens(self) -> int:
+        return self.uncached_tokens if self.told else 0
 
 
 @dataclass(slots=True)
@@ -98,16 +105,17 @@ class Ledger:
         service_s: float,
         uncached_tokens: int,
         blocks: tuple[BlockHash, ...] = (),
+        told: bool = True,
     ) -> None:
         """Reserve the prefill of ``request`` at ``worker``. ``ValueError`` if it has one."""
         if request in self._where:
             raise ValueError(f"request {request} is reserved at {self._where[request]} already")
         account = self._accounts.setdefault(worker, _Account())
-        reservation = Reservation(worker, service_s, uncached_tokens, blocks)
+        reservation = Reservation(worker, service_s, uncached_tokens, blocks, told)
         account.reserved[request] = reservation
         account.waiting_s += service_s
         before = account.load[0]
-        account.load = before + uncached_tokens, before
+        account.load = before + reservation.load_tokens, before
         self._where[request] = worker
         if blocks:
             self._leaving.setdefault(blocks[0], {})[request] = reservation
@@ -144,9 +152,9 @@ class Ledger:
             del self._accounts[worker]  # idle: no rounding error may remain
             return reservation
         account.settle(now)
-        tokens = account.load[0] - reservation.uncached_tokens
+        tokens = account.load[0] - reservation.load_tokens
         last = next(reversed(account.reserved.values()))
-        account.load = tokens, tokens - last.uncached_tokens
+        account.load = tokens, tokens - last.load_tokens
         if reservation.started:
             account.running_s -= account.running.pop(request)
         else:
@@ -163,7 +171,7 @@ class Ledger:
         left_s = account.running.get(request, account.reserved[request].service_s)
         old = account.reserved[request]
         self.release(request, now)
-        self.reserve(request, worker, left_s * scale, old.uncached_tokens, old.blocks)
+        self.reserve(request, worker, left_s * scale, old.uncached_tokens, old.blocks, old.told)
         if old.started:
             self.start(request, now)
         self._accounts[worker].reserved[request].shared = True

@@ -86,6 +86,12 @@ class Entry:
         """Place in the queue: priority first, then the policy's urgency, then arrival."""
         return -self.request.priority, self.urgency, self.sequence
 
+    def is_told(self, candidate: Candidate) -> bool:
+        """Whether anybody would tell when its prefill ends at the candidate, before its answer
+        does."""
+        request, pool = self.request, candidate.pool
+        return request.streams or pool.prefill_only or (request.reported and not pool.plain)
+
     def rules_out(self, candidate: Candidate) -> str | None:
         """Why an earlier attempt speaks against the candidate, or None."""
         if candidate.id in self.failed_at:
@@ -215,9 +221,10 @@ class RequestTable:
         entry.tried += (candidate.id,)
         self._assign(entry, candidate)
         self._breakers.sent(candidate, entry.id)
-        self._ledger.reserve(entry.id, candidate.id, service_s, uncached_tokens, blocks)
+        told = entry.is_told(candidate)
+        self._ledger.reserve(entry.id, candidate.id, service_s, uncached_tokens, blocks, told)
         self._shares.charge(entry.request.client, uncached_tokens)
-        if candidate.pool.plain:
+        if candidate.pool.plain or not told:
             # Nobody reports when it begins, and what has not begun does not age: let the worker
             # work through its reservations at the speed that was predicted.
             self._ledger.start(entry.id, now)

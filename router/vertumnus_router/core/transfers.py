@@ -10,6 +10,11 @@ from vertumnus_router.core.events import CopyEnded, ReclaimEnded, TransferOutcom
 from vertumnus_router.core.membership import Membership, Peer
 from vertumnus_router.core.types import BlockHash, PoolId, TransferId
 
+#: So many copies from one pool to another that failed in a row say that those cannot copy at all:
+#: no common key, no Mooncake, a firewall. Then one is tried after ``retry_s``, twice as long, ...
+_IN_VAIN = 3
+_MOST_DOUBLINGS = 6
+
 
 @dataclass(slots=True)
 class Link:
@@ -74,6 +79,8 @@ class Transfers:
         self._membership = membership
         self._pending: dict[TransferId, Pending] = {}
         self._failed_s: dict[tuple[Life, Life], float] = {}
+        #: by source and destination, pools: how many in a row failed, and when the last did
+        self._in_vain: dict[tuple[PoolId, PoolId], tuple[int, float]] = {}
         self._count = 0
         self.local = Link(config.latency_s, config.local_bytes_per_s)
         self.remote = Link(config.latency_s, config.remote_bytes_per_s)
@@ -156,12 +163,18 @@ class Transfers:
     @property
     def any_failed(self) -> bool:
         """Whether a copy has failed lately."""
-        return bool(self._failed_s)
+        return bool(self._failed_s or self._in_vain)
 
     def failed(self, source: Peer, destination: Peer, now: float) -> bool:
-        """Whether the last copy between the two ranks failed so lately that none may follow."""
-        if not self._failed_s:
+        """Whether the last copy between the two ranks failed so lately that none may follow, or
+        all between their pools."""
+        if not self.any_failed:
             return False
+        count, last_s = self._in_vain.get((source.rank.pool, destination.rank.pool), (0, 0.0))
+        if count >= _IN_VAIN:
+            rest_s = self._config.retry_s * 2.0 ** min(count - _IN_VAIN, _MOST_DOUBLINGS)
+            if now - last_s < rest_s:
+                return True
         failed_s = self._failed_s.get((source.life, destination.life))
         return failed_s is not None and now - failed_s < self._config.retry_s
 
@@ -225,8 +238,9 @@ class Transfers:
             if event.outcome is TransferOutcome.DONE:
                 link = self.link(source.rank.pool, destination.rank.pool)
                 link.observe(event, self._config.gain)
+                self._in_vain.pop((source.rank.pool, destination.rank.pool), None)
             else:
-                self._failed_s[source, destination] = now
+                self._fail(source, destination, now)
 
     def expire(self, now: float) -> None:
         """Give up what has not ended in time."""
@@ -235,13 +249,22 @@ class Transfers:
             if now - one.since_s >= timeout_s:
                 del self._pending[transfer]
                 if isinstance(one.effect, Copy):
-                    self._failed_s[one.effect.source, one.effect.destination] = now
+                    self._fail(one.effect.source, one.effect.destination, now)
         for pair, failed_s in list(self._failed_s.items()):
             if now - failed_s >= retry_s:
                 del self._failed_s[pair]
 
+    def _fail(self, source: Life, destination: Life, now: float) -> None:
+        self._failed_s[source, destination] = now
+        pools = source.rank.pool, destination.rank.pool
+        if pools[0] != pools[1]:
+            self._in_vain[pools] = self._in_vain.get(pools, (0, 0.0))[0] + 1, now
+
     def follow(self) -> None:
         """Forget what concerns a life that is over, or a rank that is out."""
+        for pools in list(self._in_vain):
+            if None in map(self._membership.pool, pools):
+                del self._in_vain[pools]
         peers = self._membership.peers
         for transfer, one in list(self._pending.items()):
             for slot, life in one.lives():

@@ -66,7 +66,9 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     ``blocks`` are the hashes of the full KV blocks of the prompt, first to last; empty when
     the prompt could not be tokenised in time, and ``input_tokens`` is then an estimate.
     ``output_tokens`` is the most the client allows. ``prompts``: how many the engine will run of
-    it, more than one for a batch. ``client``: whose it is, a name among few.
+    it, more than one for a batch. ``client``: whose it is, a name among few. ``streams``: the
+    first byte of its answer comes when its prefill ends; ``reported``: and the ranks of a pool
+    report that.
     """
 
     id: RequestId
@@ -77,3 +79,5 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     prompts: int = 1
     client: str = ""
+    streams: bool = True
+    reported: bool = True

@@ -44,6 +44,9 @@ _FROM_A_FRONT = (
     "/model_info",
     "/get_model_info",
 )
+#: What SGLang tells everybody of how it was started (``ServerArgs.resolved_dict``) and is nobody's
+#: business here: the control key of this router is among it.
+_SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password", "launch_command")
 #: Commands of operators, sent to the front of every pool.
 _TO_EVERY_FRONT = {
     "/start_profile": ["POST"],
@@ -197,9 +200,28 @@ def _from_a_front(router: Router, path: str) -> Callable[[Request], Any]:
             raise ApiError(503, "no_pool", "no pool has joined this router yet")
         own = router.credentials.header(_authorization(request))
         status, body, content_type = await _ask(router, "GET", url + path, request, own)
-        return Response(body, status, media_type=content_type)
+        return Response(_without_secrets(body), status, media_type=content_type)
 
     return answer
+
+
+def _without_secrets(body: bytes) -> bytes:
+    try:
+        return orjson.dumps(_hidden(orjson.loads(body)))
+    except orjson.JSONDecodeError:
+        return b"" if any(name.encode() in body for name in _SECRETS) else body
+
+
+def _hidden(told: Any) -> Any:
+    """``internal_states`` has every argument once more for each rank."""
+    if isinstance(told, list):
+        return [_hidden(one) for one in told]
+    if isinstance(told, dict):
+        return {
+            name: "(hidden)" if value and name in _SECRETS else _hidden(value)
+            for name, value in told.items()
+        }
+    return told
 
 
 def _require_a_pool(router: Router) -> None:

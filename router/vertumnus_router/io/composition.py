@@ -96,7 +96,9 @@ def decode_contents(router: Router) -> list[dict[str, Any]]:
 
 
 def _decode_content(link: DecodeLink, terms: DecodeTerms | None) -> dict[str, Any]:
-    if terms is not None:
+    if terms is not None and terms.leaving:
+        state, reason = "draining", "it was told to leave"
+    elif terms is not None:
         state = "serving"
         reason = "a request got no answer; it is being looked at" if terms.doubted else None
     else:

@@ -61,7 +61,7 @@ async def ask_all(
 
 async def loads(router: Router) -> dict[str, Any]:
     """``GET /get_loads``: tokens of the requests that each server has."""
-    headers = router.key_header()
+    headers = router.asking_header()
     answers = await ask_all(router, "GET", "/v1/loads", query="include=core", headers=headers)
     return {"workers": [{"worker": one.url, "load": _load(one)} for one in answers]}
 

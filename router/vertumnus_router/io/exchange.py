@@ -344,11 +344,12 @@ class Exchange:
 
     def _presume_prefilled(self, dispatch: Dispatch) -> None:
         """Nobody will say when the prefill ends, and the first byte comes with the last: take the
-        prediction for it, or the reservation would stand for the decoding, too."""
+        prediction for it, or the request would count among those that wait for as long as it
+        decodes. The control plane is told facts only: a prediction is no success of the worker."""
         chosen = dispatch.decision.chosen
         due_s = chosen.queue_s + chosen.service_s
         loop = asyncio.get_running_loop()
-        self._presumed = loop.call_later(due_s, self._feed_prefilled, dispatch)
+        self._presumed = loop.call_later(due_s, self._on_begun)
 
     def _to_worker(self, dispatch: Dispatch, rid: str, headers: Headers) -> Headers:
         """``headers`` and what the attempt's worker needs besides; a plain server reads that from

@@ -54,7 +54,7 @@ class Link(Protocol):
 
 
 class AlreadyThere(ValueError):
-    """The URL is followed in another role."""
+    """The URL is followed in another role, or who is here has no use for that role."""
 
 
 @dataclass(slots=True)

@@ -165,7 +165,14 @@ class HotPath:
         except ClientGone:
             return
         tokens = max(1, len(body) // BYTES_PER_TOKEN)
-        request = Request(id=request_id, input_tokens=tokens, output_tokens=0, exact=False)
+        request = Request(
+            id=request_id,
+            input_tokens=tokens,
+            output_tokens=0,
+            exact=False,
+            streams=False,
+            reported=False,
+        )
         asker: Asker = scope.get(ASKER, ANONYMOUS)
         request, ticket = self._door.enter(asker, request, scope, arrived_s)
         # What the client calls the path would be a label without bounds.
@@ -225,6 +232,7 @@ class HotPath:
             exact=prompt.exact,
             priority=asked.priority,
             prompts=asked.engine_items or 1,
+            streams=bool(asked.fields.get("stream")),
         )
 
 

@@ -138,9 +138,13 @@ class PoolLink:
         try:
             while True:
                 description = await self._find()
-                self._join(description)
-                cause = await self._follow(description)
-                self._leave(cause)
+                try:
+                    self._join(description)
+                    self._leave(await self._follow(description))
+                except Exception as exc:  # no sockets left, say. Nobody else would find it again
+                    log.exception("pool at %s cannot be followed", self.url)
+                    self._leave(f"the router cannot follow it: {exc or type(exc).__name__}")
+                    await self._clock.sleep(_BACKOFF_S[-1])
         finally:
             self._close()
 
@@ -306,7 +310,8 @@ class PoolLink:
 
     def _leave(self, cause: str) -> None:
         pool = self.description
-        assert pool is not None
+        if pool is None:
+            return
         log.warning("pool %s left: %s", pool.pool_id, cause)
         self._close()
         self.description, self.trouble = None, cause

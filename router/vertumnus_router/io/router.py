@@ -24,7 +24,7 @@ from vertumnus_router.io.config import RouterConfig
 from vertumnus_router.io.control_loop import ControlLoop, Order
 from vertumnus_router.io.decodes import DecodeLink
 from vertumnus_router.io.discovery.sources import sources
-from vertumnus_router.io.fleet import Fleet, Link, Role
+from vertumnus_router.io.fleet import AlreadyThere, Fleet, Link, Role
 from vertumnus_router.io.forwarding import Credentials, attempt_of
 from vertumnus_router.io.hot_path import HotPath
 from vertumnus_router.io.live_metrics import live_samples
@@ -139,6 +139,8 @@ class Router:
     async def start(self) -> None:
         """Begin to look for the pools and to tick."""
         self._context = zmq.Context()
+        # Two for each rank. By default there can be 1023, of all pools together.
+        self._context.set(zmq.MAX_SOCKETS, 65_535)
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
         self._session = aiohttp.ClientSession(connector=connector)
         self.spawn(self.control.tick())
@@ -177,6 +179,9 @@ class Router:
         limits = self.config.limits
         probes = Probes(limits.probe_s, limits.probe_timeout_s, limits.missed_probes)
         if role is Role.DECODE:
+            if self.model.description is not None and not self.model.prefill_only:
+                # From then on none of them could join again after it was away for a moment.
+                raise AlreadyThere(f"{url} has nothing to do: the pools here decode themselves")
             decode = DecodeLink(
                 url=url,
                 control=self.control,
@@ -184,7 +189,7 @@ class Router:
                 session=self.session,
                 clock=self.clock,
                 probes=replace(probes, every_s=min(HEARTBEAT_S, probes.every_s)),
-                headers=self.key_header(),
+                headers=self.asking_header(),
                 on_joined=self._on_decode_joined,
                 on_left=self._on_decode_left,
             )
@@ -206,7 +211,7 @@ class Router:
             on_prefill=self._on_prefill,
             plain=None
             if role is Role.POOL
-            else Plain(self.key_header(), role is Role.PREFILL, bootstrap_port),
+            else Plain(self.asking_header(), role is Role.PREFILL, bootstrap_port),
         )
         self.pools.append(pool)
         return pool
@@ -265,7 +270,10 @@ class Router:
             why = [f"worker {one.id} is {one.state.value}: {one.reason}" for one in workers]
             return [*reasons, "no worker serves", *why]
         if self.core.lacks_decode:
-            why = [f"decode server at {one.url}: {one.trouble}" for one in self.decodes]
+            why = [
+                f"decode server at {one.url}: {one.trouble or 'it is leaving'}"
+                for one in self.decodes
+            ]
             hint = "start the router with --decode URL for the pools that prefill only"
             return [*reasons, "no decode server is live", *(why or [hint])]
         if self._waited_s() < self.config.limits.warm_s:
@@ -433,5 +441,14 @@ class Router:
                 log.info("%s: abort did not arrive: %s", url, exc)
 
     def key_header(self) -> dict[str, str]:
-        key = self.config.control_key
-        return {} if key is None else {"authorization": f"Bearer {key}"}
+        """For commands: SGLang takes its ``--admin-api-key``, or its ``--api-key`` if it has no
+        other."""
+        return _bearer(self.config.control_key or self.config.upstream_api_key)
+
+    def asking_header(self) -> dict[str, str]:
+        """For what a server is asked of itself: SGLang takes its ``--api-key`` only."""
+        return _bearer(self.config.upstream_api_key or self.config.control_key)
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"authorization": f"Bearer {key}"}

@@ -39,7 +39,9 @@ class ServerProbe:
 
     async def describe(self) -> Found | str:
         """What serves there, or why nothing does."""
-        answer = await self._get("/vertumnus/pool", {}, self._timeout_s)
+        # One of plain SGLang with --api-key answers 401 for what it does not have, too.
+        headers = {} if self._plain is None else self._plain.headers
+        answer = await self._get("/vertumnus/pool", headers, self._timeout_s)
         if isinstance(answer, str):
             return answer
         status, body = answer

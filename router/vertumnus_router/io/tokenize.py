@@ -56,8 +56,12 @@ class TokenizeService:
             model = await asyncio.get_running_loop().run_in_executor(self._pool, load, *source)
         except TokenizerError as exc:
             log.error("no tokenizer, so prompts are estimated and no prefix is recognised: %s", exc)
+            if self._source != source:
+                return
             self._source = None
         else:
+            if self._source != source:
+                return  # another model has come meanwhile
             if model.no_chat is not None:
                 log.warning("chat prompts are estimated: %s", model.no_chat)
             self.use(model, self._rules or rules)

@@ -91,9 +91,12 @@ def test_a_leaving_decode_server_gets_no_new_rooms() -> None:
     old, new = DecodeId("old"), DecodeId("new")
     it.feed(DecodeJoined(old, "life", 8))
     assert it.dispatched("first").pair.decode == old
+    assert not it.control.lacks_decode
     it.feed(DecodeLeaving(old, CAUSE))
+    assert it.control.lacks_decode, "the only one there is takes nothing"
     assert it.arrive("second") == []
     effects = it.feed(DecodeJoined(new, "life", 8))
+    assert not it.control.lacks_decode
     assert only(Dispatch, effects).pair.decode == new
     assert it.control.rooms_at(old) == 1
     it.feed(RequestFinished(RequestId("first")))

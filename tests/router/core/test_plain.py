@@ -37,6 +37,34 @@ def test_its_reservations_age_at_the_predicted_speed() -> None:
     assert it.control.violations() == []
 
 
+def test_an_answer_in_one_piece_keeps_nobody_from_the_worker() -> None:
+    """Nobody says when its prefill ends, and the profile may be of another machine."""
+    it = Scene(None, policy="late")
+    plain(it)  # chunks of 2000 tokens
+    whole = [f"whole-{number}" for number in range(20)]
+    for name in whole:
+        it.dispatched(name, 1500, streams=False)
+    for name in "ab":
+        it.dispatched(name, 2000)
+    assert it.arrive("c", 2000) == [], "of what streams it is known"
+    assert len(it.finish("a")) == 1
+    for name in (*whole, "b", "c"):
+        it.finish(name)
+    assert it.control.violations() == []
+
+
+def test_what_is_passed_on_unread_keeps_nobody_from_a_rank_either() -> None:
+    it = Scene("1x1", policy="late")
+    for number in range(20):
+        it.dispatched(f"unread-{number}", 1500, streams=False, reported=False)
+    assert it.queue_s("p/0x1") == 30.0
+    it.wait(31.0)
+    assert it.queue_s("p/0x1") == 0.0, "nor does it seem busy for as long as they decode"
+    for name in "ab":
+        it.dispatched(name, 2000, streams=False)
+    assert it.arrive("c", 2000, streams=False) == [], "the ranks report these"
+
+
 def test_a_time_that_nobody_measured_corrects_nothing() -> None:
     it = Scene(None)
     plain(it)

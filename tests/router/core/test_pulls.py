@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vertumnus_router.core.config import LateConfig
 from vertumnus_router.core.effects import Cause, Dispatch
-from vertumnus_router.core.events import CopyEnded, TransferOutcome
+from vertumnus_router.core.events import CopyEnded, Tick, TransferOutcome
 from vertumnus_router.core.types import PoolId, Rank, WorkerId
 
 from tests.router.core.prefix_scene import PrefixScene
@@ -247,3 +247,26 @@ def test_a_prefix_that_is_being_copied_counts_for_late_binding() -> None:
     scene.end(copy.transfer, TransferOutcome.FAILED)
     decision = scene.control.explain(request("a", 5001, blocks=DOCUMENT), scene.now)
     assert sorted(terms.cached_tokens for terms in decision.candidates) == [0, 5000]
+
+
+def test_pools_that_cannot_copy_are_asked_more_and_more_rarely() -> None:
+    """Without a common key or Mooncake each pair of ranks would have to fail for itself."""
+    scene = PrefixScene(
+        "4x1", scene={"policy": "paper", "lam": 0.0}, mode="off", pull=True, retry_s=10.0
+    )
+    scene.launch("4x1", "q", kv_token_bytes=1)
+    for rank in range(4):
+        scene.store(rank, DOCUMENT)
+        assert scene.dispatched(f"warm-{rank}", 1_000_000 // 20, blocks=DOCUMENT).pool == "p"
+    tried = 0
+    for number in range(600):  # ten minutes
+        dispatch = scene.dispatched(f"a{number}", 6000, blocks=DOCUMENT)
+        if dispatch.pull is not None:
+            assert dispatch.pool == "q"
+            tried += 1
+            scene.end(dispatch.pull.transfer, TransferOutcome.REFUSED)
+        scene.finish(f"a{number}")
+        scene.wait(1.0)
+        scene.feed(Tick())
+    assert 3 <= tried < 12
+    assert scene.control.violations() == []

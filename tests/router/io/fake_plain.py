@@ -148,7 +148,16 @@ class FakePlain:
         self._buffers[rank].append((seq, payload))
 
     async def start(self) -> None:
-        app = web.Application(client_max_size=64 * 1024 * 1024)
+        @web.middleware
+        async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+            """``decide_request_auth`` of SGLang, which comes before it looks at the path."""
+            key, given = self.info.get("api_key"), request.headers.get("authorization")
+            if key and not request.path.startswith(("/health", "/ready", "/metrics")):
+                if given != f"Bearer {key}":
+                    return web.json_response({"error": "Unauthorized"}, status=401)
+            return await handler(request)
+
+        app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=[guard])
         for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
             app.router.add_post(path, self._serve)
         app.router.add_post("/abort_request", self._abort)

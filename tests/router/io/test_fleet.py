@@ -111,6 +111,40 @@ def test_decode_servers_join_and_leave() -> None:
     run(scenario())
 
 
+def test_a_decode_server_that_leaves_is_not_healthy() -> None:
+    async def scenario() -> None:
+        async with paired(1) as (pool, (decode,), it):
+            await it.ready()
+            async with await it.chat(stream=True):
+                assert it.router.leave(decode.url)
+                if it.router.decodes:  # its request may have ended
+                    assert any("is leaving" in why for why in it.router.not_ready())
+                    async with it.client.get("/workers") as answer:
+                        found = (await answer.json())["workers"]
+                    for one in found:
+                        if one["worker_type"] == "decode":
+                            assert (one["state"], one["is_healthy"]) == ("draining", False)
+
+    run(scenario())
+
+
+def test_a_decode_server_that_nobody_needs_keeps_no_pool_away() -> None:
+    async def scenario() -> None:
+        pool = FakePool(1)
+        async with pools(pool), running(pool.url) as it:
+            await it.ready()
+            with pytest.raises(AlreadyThere, match="decode themselves"):
+                it.router.join("http://127.0.0.1:9", Role.DECODE)
+            assert not it.router.decodes
+            await pool.stop_front()
+            await joined(it, 0)
+            await pool.start_front()
+            await joined(it, 1)
+            assert await answered_by(it) == "fake"
+
+    run(scenario())
+
+
 def test_what_is_no_url_is_refused() -> None:
     async def scenario() -> None:
         pool = FakePool(1)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vertumnus_router.core.config import PolicyConfig
+from vertumnus_router.core.config import BreakerConfig, PolicyConfig
 from vertumnus_router.io.config import RouterConfig
 from vertumnus_router.io.fleet import Role
 from vertumnus_router.io.hashing import block_hashes
@@ -116,6 +116,25 @@ def test_an_answer_in_one_piece_does_not_hold_its_reservation_while_it_decodes()
     run(scenario())
 
 
+def test_a_prediction_speaks_for_no_server() -> None:
+    async def late_fault(server: Any, request: Any, seen: Seen) -> Any:
+        await asyncio.sleep(0.4)  # the prefill was predicted to end long before
+        return await refuse(500, {"error": {"message": "broken"}})(server, request, seen)
+
+    async def scenario() -> None:
+        policy = PolicyConfig(attempts=1, breaker=BreakerConfig(failure_threshold=3))
+        async with FakePlain() as server, plain(server.url, policy=policy) as it:
+            await joined(it)
+            server.answer = late_fault
+            for _ in range(3):
+                async with await it.chat() as answer:
+                    assert answer.status >= 500
+            assert it.router.core.breakers_opened == 1
+            await until(it.settled, "settled")
+
+    run(scenario())
+
+
 def test_a_client_that_leaves_is_aborted_there() -> None:
     async def scenario() -> None:
         async with FakePlain() as server, plain(server.url) as it:
@@ -160,6 +179,23 @@ def test_a_server_that_goes_is_lost_and_found_again() -> None:
             async with await it.chat() as answer:
                 assert answer.status == 200
             assert it.router.pools[0].joins == 2
+
+    run(scenario())
+
+
+def test_a_server_that_cannot_be_followed_is_looked_for_again() -> None:
+    async def scenario() -> None:
+        server = FakePlain(publishes=True)
+        right = server.info["kv_events"]
+        server.info["kv_events"] = {**right, "endpoint_host": "no host"}
+        async with server, plain(server.url) as it:
+            link = it.router.pools[0]
+            await until(lambda: "cannot follow" in str(link.trouble), "said")
+            assert not it.router.core.pools
+            server.info["kv_events"] = right
+            await joined(it)
+            async with await it.chat() as answer:
+                assert answer.status == 200
 
     run(scenario())
 
@@ -369,6 +405,28 @@ def test_the_bootstrap_port_may_be_given_and_the_mode_must_fit() -> None:
                 assert it.router.bootstrap_port(pool.pool) == 9000
                 link = next(link for link in it.router.pools if link.url == whole.url)
                 await until(lambda: "--disaggregation-mode prefill" in str(link.trouble), "refused")
+
+    run(scenario())
+
+
+def test_a_server_with_a_key_is_found_asked_and_aborted_with_it() -> None:
+    async def scenario() -> None:
+        key = "sk-upstream"
+        async with (
+            FakePlain(api_key=key) as server,
+            plain(server.url, upstream_api_key=key) as it,
+        ):
+            await joined(it)
+            async with await it.chat() as answer:
+                assert answer.status == 200
+            async with it.client.get("/get_loads") as answer:
+                assert (await answer.json())["workers"][0]["load"] == 17
+            server.answer = hang
+            asked = await_later(it.chat())
+            await until(lambda: server.running, "it runs")
+            asked.cancel()
+            await until(lambda: server.aborted, "aborted")
+            await until(it.settled, "settled")
 
     run(scenario())
 

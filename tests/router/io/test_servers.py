@@ -60,6 +60,18 @@ def test_a_server_joins_and_leaves_by_http() -> None:
     run(scenario())
 
 
+def test_a_server_may_be_named_by_its_url() -> None:
+    async def scenario() -> None:
+        async with FakePlain() as server, plain(server.url) as it:
+            await joined(it)
+            assert (await ask(it, "GET", f"/workers/{server.url}"))["url"] == server.url
+            await ask(it, "GET", f"/workers/{server.url}//a", 400)
+            await ask(it, "DELETE", f"/workers/{server.url}", 202)
+            await until(lambda: not it.router.pools, "gone")
+
+    run(scenario())
+
+
 def test_what_cannot_join_is_refused() -> None:
     async def scenario() -> None:
         async with FakePool(2) as pool, running(pool.url) as it:
@@ -251,5 +263,24 @@ def test_metrics_have_a_port_of_their_own_if_wanted() -> None:
                 assert answer.status == 404
             over.set()
             await serving
+
+    run(scenario())
+
+
+def test_nobody_is_told_the_keys_of_a_server() -> None:
+    """SGLang's ``/server_info`` has every argument of its command line, keys included."""
+
+    async def scenario() -> None:
+        keys = {"admin_api_key": "sk-control", "ssl_keyfile": None}
+        command = "sglang serve --admin-api-key sk-control"
+        server = FakePlain(**keys, launch_command=command, internal_states=[{**keys}])
+        async with server, plain(server.url) as it:
+            await joined(it)
+            for path in ("/server_info", "/get_server_info"):
+                async with it.client.get(path) as answer:
+                    assert answer.status == 200
+                    text = await answer.text()
+                assert "sk-" not in text
+                assert "model_path" in text
 
     run(scenario())
