@@ -120,8 +120,13 @@ class DecodeLink:
     async def run(self) -> None:
         while True:
             server = await self._find()
-            self._join(server)
-            self._leave(await self._follow(server))
+            try:
+                self._join(server)
+                self._leave(await self._follow(server))
+            except Exception as exc:  # no sockets left, say. Nobody else would find it again
+                log.exception("decode server at %s cannot be followed", self.url)
+                self._leave(f"the router cannot follow it: {exc or type(exc).__name__}")
+                await self._clock.sleep(_LOOK_AGAIN_S)
 
     async def _find(self) -> DecodeServer:
         while True:

@@ -120,13 +120,13 @@ class Fleet:
         if member is None or member.leaving is not None:
             return False
         log.info("%s leaves", member.link.url)
+        visit = member.link.visit  # who comes later has not been told
         member.link.retire(_CAUSE)
-        member.leaving = self._spawn(self._let_go(member))
+        member.leaving = self._spawn(self._let_go(member, visit))
         return True
 
-    async def _let_go(self, member: _Member) -> None:
+    async def _let_go(self, member: _Member, visit: object | None) -> None:
         link = member.link
-        visit = link.visit
         # One that goes by itself meanwhile is not waited for, nor is its next life.
         while visit is not None and link.visit is visit and link.requests:
             await self._clock.sleep(_LOOK_S)

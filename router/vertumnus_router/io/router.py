@@ -340,8 +340,9 @@ class Router:
         self._decode_fronts[link.id] = self._front(link.url), link
 
     def _on_decode_left(self, link: DecodeLink) -> None:
-        front, _ = self._decode_fronts.pop(link.id)
-        front.close()
+        gone = self._decode_fronts.pop(link.id, None)
+        if gone is not None:
+            gone[0].close()
 
     def _on_prefill(self, pool: PoolId, report: PrefillReport) -> None:
         if isinstance(report, PrefillStarted):

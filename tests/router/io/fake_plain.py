@@ -152,9 +152,9 @@ class FakePlain:
         async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
             """``decide_request_auth`` of SGLang, which comes before it looks at the path."""
             key, given = self.info.get("api_key"), request.headers.get("authorization")
-            if key and not request.path.startswith(("/health", "/ready", "/metrics")):
-                if given != f"Bearer {key}":
-                    return web.json_response({"error": "Unauthorized"}, status=401)
+            is_open = request.path.startswith(("/health", "/ready", "/metrics"))
+            if key and not is_open and given != f"Bearer {key}":
+                return web.json_response({"error": "Unauthorized"}, status=401)
             return await handler(request)
 
         app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=[guard])

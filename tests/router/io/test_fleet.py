@@ -113,7 +113,7 @@ def test_decode_servers_join_and_leave() -> None:
 
 def test_a_decode_server_that_leaves_is_not_healthy() -> None:
     async def scenario() -> None:
-        async with paired(1) as (pool, (decode,), it):
+        async with paired(1) as (_, (decode,), it):
             await it.ready()
             async with await it.chat(stream=True):
                 assert it.router.leave(decode.url)

@@ -12,6 +12,7 @@ from vertumnus_router.io.client_request import (
     parse,
     wants_prompt_logprobs,
 )
+from vertumnus_router.io.decodes import DecodeLink
 
 from tests.router.io import fake_pool
 from tests.router.io.fake_decode import BOOTSTRAP_PORT, WHOLE_STREAM, decoding, paired
@@ -41,6 +42,27 @@ def test_the_client_gets_the_decode_legs_answer_byte_for_byte() -> None:
             await until(it.settled, "settled")
             assert [terms.rooms for terms in it.router.core.decodes()] == [0]
             assert not pool.aborted and not decode.aborted
+
+    run(scenario())
+
+
+def test_a_decode_server_that_cannot_be_followed_is_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    follow, begun = DecodeLink._follow, []
+
+    async def fails_once(link: DecodeLink, server: Any) -> str:
+        begun.append(server)
+        if len(begun) == 1:
+            raise OSError("no sockets left")
+        return await follow(link, server)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(DecodeLink, "_follow", fails_once)
+        async with paired(1) as (_, _, it):
+            await until(lambda: len(begun) == 2, "followed again")
+            async with await it.chat() as response:
+                assert response.status == 200
 
     run(scenario())
 
