@@ -218,6 +218,7 @@ class RequestTable:
         leave ``blocks`` there, and rooms at ``decode``. ``home`` is a rank of the candidate."""
         self._enter(entry, Phase.PREFILL, now)
         entry.candidate, entry.home = candidate, home
+        entry.stranded_s = None  # one could take it: another attempt has all its time again
         entry.tried += (candidate.id,)
         self._assign(entry, candidate)
         self._breakers.sent(candidate, entry.id)

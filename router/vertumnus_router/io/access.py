@@ -17,6 +17,7 @@ import ipaddress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from urllib.parse import urlsplit
 
 from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.asgi import Headers, Scope, header
@@ -67,7 +68,6 @@ _TELLS = frozenset(
         "/get_server_info",
         "/model_info",
         "/get_model_info",
-        "/openapi.json",
         "/vertumnus/composition",
         "/vertumnus/prefixes",
     )
@@ -129,7 +129,9 @@ class Gate:
         if path not in _KNOWN:
             _check_path(path)
         needed = level(method, path)
-        asker = self._recognise(scope, by_browser=method in _READS)
+        # Some commands are reads by their method, which any page can have a browser ask for.
+        by_browser = method in _READS and needed is not Level.OPERATOR
+        asker = self._recognise(scope, by_browser)
         if needed is Level.OPERATOR and not (asker is not None and asker.operator):
             raise self._operators_only(f"{method} {path}")
         if needed is Level.DATA and asker is None:
@@ -215,8 +217,24 @@ def _is_local(scope: Scope) -> bool:
     client = scope.get("client")
     if not client or not _is_loopback(client[0]):
         return False
-    # A page from elsewhere in a browser on this host.
-    return header(scope, b"sec-fetch-site") in (None, b"none", b"same-origin")
+    # A page from elsewhere in a browser on this host: it says so itself, or it has come under a
+    # name that its owner made lead here (DNS rebinding).
+    if header(scope, b"sec-fetch-site") not in (None, b"none", b"same-origin"):
+        return False
+    host = header(scope, b"host")
+    return host is None or _names_loopback(host)
+
+
+def _names_loopback(host: bytes) -> bool:
+    """Whether a ``host`` header, with its port, names nobody but the host itself."""
+    try:
+        name = urlsplit(b"//" + host).hostname
+    except ValueError:
+        return False
+    if name is None or b"@" in host:
+        return False
+    text = name.decode("latin-1")
+    return text.endswith(".localhost") or listens_on_loopback(text)
 
 
 @lru_cache(256)

@@ -41,14 +41,22 @@ class Direct:
         once if it has."""
         if self._cycle.disconnected:
             tell()
-        else:
-            self._on_gone = tell
+            return
+        self._on_gone = tell
+        # uvicorn stops reading behind a large piece of a body until it is asked for more. Nobody
+        # asks any more, and of a connection that is not read nobody sees the end.
+        self._cycle.flow.resume_reading()
 
     def forget(self) -> None:
         """Nobody is to be told any more."""
         self._on_gone = None
 
     def gone(self) -> None:
+        cycle = self._cycle
+        if not cycle.response_complete:
+            # uvicorn says so to the last request that came only, not to one that others follow.
+            cycle.disconnected = True
+            cycle.message_event.set()
         tell, self._on_gone = self._on_gone, None
         if tell is not None:
             tell()
@@ -57,15 +65,19 @@ class Direct:
 class DirectProtocol(StrictProtocol):
     """uvicorn's connection, with the extension."""
 
+    #: of the request that is being answered, behind which others may wait
+    _serving: Direct | None = None
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        extensions: dict[str, Any] = {_EXTENSION: Direct(cycle)}
+        self._serving = Direct(cycle)
+        extensions: dict[str, Any] = {_EXTENSION: self._serving}
         cycle.scope["extensions"] = extensions
         super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self.cycle is not None and (direct := find(self.cycle.scope)) is not None:
-            direct.gone()
+        if self._serving is not None:
+            self._serving.gone()
 
 
 def find(scope: Scope | Any) -> Direct | None:

@@ -525,7 +525,7 @@ class Exchange:
         self._failed(Failure.WORKER_LOST, f"the {who} was lost while it had the request", leg)
 
     async def _rejected(self, reject: Reject) -> None:
-        engine_said = 400 <= self._status < 500 and self._status != 429 and self._error_body
+        engine_said = 400 <= self._status < 500 and self._status != 429
         self._drop_call()
         if engine_said:
             self._finish("client_error", self._status)

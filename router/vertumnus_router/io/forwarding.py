@@ -128,6 +128,15 @@ def addressed(body: bytes, *, rid: str, dp_rank: int | None) -> bytes:
     return _with_fields(body, {"rid": rid, "routed_dp_rank": dp_rank, "data_parallel_rank": None})
 
 
+def lowered(body: bytes, fields: Any, most: int) -> bytes:
+    """The body with no priority above ``most``: engines keep the KV of a request with a higher one
+    before that of others, and may let it go first. ``fields`` is what the body says."""
+    given = fields.get("priority") if isinstance(fields, dict) else None
+    if given is None or (type(given) is int and given <= most):
+        return body
+    return _with_fields(body, {"priority": most})
+
+
 def paired_bodies(
     body: bytes,
     *,

@@ -1,5 +1,6 @@
 """The inference endpoints as plain ASGI: read, check, tokenise, hand over to an exchange."""
 
+import json
 import logging
 import random
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ from vertumnus_router.io.control_loop import ControlLoop
 from vertumnus_router.io.direct import find
 from vertumnus_router.io.engines import Engines
 from vertumnus_router.io.exchange import Exchange, Opaque
-from vertumnus_router.io.forwarding import Credentials, request_key, to_front
+from vertumnus_router.io.forwarding import Credentials, lowered, request_key, to_front
 from vertumnus_router.io.metrics import RouterMetrics
 from vertumnus_router.io.observe.observer import Observer
 from vertumnus_router.io.observe.trail import Trail
@@ -130,6 +131,8 @@ class HotPath:
                 check_pairable(asked)
             request = await self.describe(asked, request_id)
             request, ticket = self._door.enter(asker, request, scope, arrived_s)
+            if asker.max_priority is not None:
+                body = lowered(body, asked.fields, asker.max_priority)
             trail.request, trail.described_s = request, self._clock.now()
         except ClientGone:
             self._observer.ended(trail, "cancelled", None)
@@ -174,6 +177,8 @@ class HotPath:
             reported=False,
         )
         asker: Asker = scope.get(ASKER, ANONYMOUS)
+        if asker.max_priority is not None:
+            _check_priority(body, asker.max_priority)
         request, ticket = self._door.enter(asker, request, scope, arrived_s)
         # What the client calls the path would be a label without bounds.
         trail = Trail(request_id, client_id, scope["method"], _OTHER, arrived_s, request)
@@ -239,6 +244,18 @@ class HotPath:
 def _internal(exc: Exception) -> ApiError:
     log.error("a request failed inside the router", exc_info=exc)
     return ApiError(500, "internal_error", "the router failed; see its log")
+
+
+def _check_priority(body: bytes, most: int) -> None:
+    """``ApiError`` 400 if a body that goes on as it came asks for a priority above ``most``. Read
+    as engines read it, which take more for JSON than others do."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    if lowered(body, fields, most) is not body:
+        message = f"this key may not ask for a priority above {most}"
+        raise ApiError(400, "priority_too_high", message, param="priority")
 
 
 def _client_id(scope: Scope, request_id: str) -> bytes:

@@ -134,9 +134,11 @@ async def serve(
     finally:
         watching.cancel()
         over.set()
-        if scraped is not None:
-            await scraped
-        await router.close()
+        try:
+            if scraped is not None:
+                await scraped
+        finally:
+            await router.close()
 
 
 async def serve_metrics(router: Router, listener: socket.socket, over: asyncio.Event) -> None:
@@ -149,7 +151,13 @@ async def serve_metrics(router: Router, listener: socket.socket, over: asyncio.E
         await respond(send, 200 if found else 404, body, [], kind.encode())
 
     config = uvicorn.Config(
-        app, http="httptools", lifespan="off", log_config=None, access_log=False, ws="none"
+        app,
+        http="httptools",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=1,  # None would wait for ever for a scraper that does not read
     )
     log.info("metrics on port %d", listener.getsockname()[1])
     await _Server(config, over).serve(sockets=[listener])

@@ -159,7 +159,10 @@ class StrictProtocol(HttpToolsProtocol):
     def _look(self) -> None:
         """End the connection if a request does not arrive on it. Between requests it is for
         uvicorn's keep-alive to end it."""
-        waits = (self._in_head or self._in_body) and not self.flow.read_paused
+        # What comes behind a request may wait for the end of its answer.
+        answers = self.cycle is not None and not self.cycle.response_complete
+        waits = self._in_body or (self._in_head and not answers)
+        waits = waits and not self.flow.read_paused
         if waits and self.loop.time() - self._since_s >= self.patience_s:
             log.info("a request from %s did not arrive within its time", self.client)
             self.transport.close()

@@ -237,6 +237,8 @@ class _Connection(asyncio.Protocol):
         self._call: Call | None = None
         self._reused = False
         self._started_s = 0.0
+        #: the answer ends with its headers, whatever length they declare: HEAD
+        self._headers_only = False
         self._heard = False
         self._unread = 0
         self._paused = False
@@ -269,6 +271,7 @@ class _Connection(asyncio.Protocol):
         self._started_s = self._front.now()
         self._heard = False
         if call.post is not None:
+            self._headers_only = call.post.head.startswith(b"HEAD ")
             self._transport.writelines((call.post.head, call.post.body))
 
     def consumed(self, size: int) -> None:
@@ -346,6 +349,9 @@ class _Connection(asyncio.Protocol):
         if status >= 200 and self._call is not None:
             self._head_delivered = True
             self._call.deliver(Head(self._call, status, self._headers))
+            if self._headers_only:
+                # The parser goes on to wait for a body.
+                self._complete, self._keep_alive = True, False
 
     def on_body(self, body: bytes) -> None:
         if not self._complete:

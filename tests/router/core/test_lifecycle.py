@@ -195,6 +195,20 @@ def test_a_worker_that_came_stops_the_timeout_of_those_that_it_will_take() -> No
     assert scene.control.queued_count == 1
 
 
+def test_the_timeout_begins_anew_when_an_attempt_failed() -> None:
+    """However long ago it was that the request waited for its first worker."""
+    scene = Scene(None, queue_timeout_s=30.0)
+    scene.feed(joined("p", 2))
+    scene.arrive("a", 60_000)
+    only(Dispatch, scene.feed(reported(0, Block(0, 1))))
+    scene.wait(40.0)
+    only(Abort, lose(scene, 0))
+    assert scene.fail("a", Failure.WORKER_LOST) == []
+    scene.wait(29.0)
+    assert scene.feed(Tick()) == []
+    assert only(Dispatch, scene.feed(reported(1, Block(1, 1)))).attempt == 2
+
+
 def test_what_came_to_be_cached_while_the_request_waited_counts() -> None:
     scene = Scene(None)
     scene.feed(joined("p", 1))

@@ -108,7 +108,9 @@ def test_a_browser_may_look_but_not_command() -> None:
     for key in (b"sk-alice-1", CONTROL.encode()):
         basic = b"Basic " + base64.b64encode(b"anyone:" + key)
         assert isinstance(verdict(gate, "GET", "/workers", basic), Asker)
-        assert verdict(gate, "POST", "/flush_cache", basic) == 403
+        for method in ("GET", "POST"):
+            assert verdict(gate, method, "/flush_cache", basic) == 403
+        assert verdict(gate, "GET", "/release_memory_occupation", basic) == 403
     assert verdict(gate, "GET", "/workers", b"Basic !!!") == 401
 
 
@@ -143,6 +145,34 @@ def test_a_page_in_a_browser_on_the_host_is_no_operator() -> None:
     gate = Gate((), None, "127.0.0.1")
     page = scope("POST", "/flush_cache")
     page["headers"] = [(b"sec-fetch-site", b"cross-site")]
+    with pytest.raises(ApiError, match="is for operators"):
+        gate.admit(page)
+
+
+@pytest.mark.parametrize(
+    ("host", "operator"),
+    [
+        (b"127.0.0.1:30080", True),
+        (b"LOCALHOST", True),
+        (b"a.localhost:30080", True),
+        (b"[::1]:30080", True),
+        (b"evil.example:30080", False),
+        (b"127.0.0.1.evil.example", False),
+        (b"localhost@evil.example", False),
+        (b"evil.example@localhost", False),
+        (b"[::1", False),
+        (b"", False),
+        (b"10.0.0.7", False),
+    ],
+)
+def test_a_page_whose_name_leads_here_is_no_operator(host: bytes, operator: bool) -> None:
+    """Of a page at http://evil.example browsers say nothing but its host."""
+    gate = Gate((), None, "127.0.0.1")
+    page = scope("POST", "/flush_cache")
+    page["headers"] = [(b"host", host)]
+    if operator:
+        assert gate.admit(page).operator
+        return
     with pytest.raises(ApiError, match="is for operators"):
         gate.admit(page)
 

@@ -1,11 +1,13 @@
 """Limits by client over HTTP: 429 with Retry-After, priorities, deadlines."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 from vertumnus_router.core.admission import AdmissionConfig
 from vertumnus_router.io.admission import retry_after
+from vertumnus_router.io.forwarding import lowered
 from vertumnus_router.io.keys import ApiKey
 
 from tests.router.io.fake_pool import FakePool, hang, stream_slowly
@@ -116,8 +118,39 @@ def test_only_operators_go_before_others(key: str | None, asked: int, counts: in
                 await until(lambda: pool.seen, "it arrives")
                 (exchange,) = it.router.hot.live
                 assert exchange.request.priority == counts
+                assert json.loads(pool.seen[0].body)["priority"] == counts, "engines evict by it"
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("said", [b"7", b'"7"', b"7.0", b"1e9", b"true"])
+def test_no_spelling_of_a_priority_gets_past_the_limit(said: bytes) -> None:
+    body = b'{"text": "x", "priority": ' + said + b"} "
+    assert json.loads(lowered(body, json.loads(body), 0))["priority"] == 0
+
+
+@pytest.mark.parametrize("said", [b"", b', "priority": null', b', "priority": -3'])
+def test_a_body_that_asks_for_no_more_than_it_may_stays_as_it_is(said: bytes) -> None:
+    body = b'{"text": "x"' + said + b"}"
+    assert lowered(body, json.loads(body), 0) is body
+
+
+def test_nor_does_a_request_that_passes_unread() -> None:
+    async def scenario() -> None:
+        async with FakePool(1) as pool, guarded(pool) as it:
+            await it.ready()
+            for key, status in ((ALICE.key, 400), (CONTROL, 404)):
+                headers = {"authorization": f"Bearer {key}"}
+                for body in (b'{"priority": 7}', b'{"x": NaN, "priority": 7}'):
+                    async with it.client.post(
+                        "/v1/responses", data=body, headers=headers
+                    ) as response:
+                        assert response.status == status
+                        code = (await it.error(response))["code"]
+                        assert (code == "priority_too_high") == (status == 400)
+            await until(it.settled, "settled")
 
     run(scenario())
 

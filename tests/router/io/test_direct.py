@@ -4,8 +4,12 @@ import asyncio
 from typing import Any
 
 import pytest
+import uvicorn
 from aiohttp import web
+from uvicorn.server import ServerState
 from vertumnus_router.io import hot_path
+from vertumnus_router.io.asgi import Receive, Scope, Send, read_body
+from vertumnus_router.io.direct import DirectProtocol, find
 
 from tests.router.io.fake_pool import SSE, FakePool, Seen, pools, sse_chunks
 from tests.router.io.harness import run, running, until
@@ -133,5 +137,97 @@ def test_an_answer_of_a_declared_length_is_whole() -> None:
             async with await router.chat() as response:
                 assert response.headers["content-length"] == str(len(text))
                 assert await response.text() == text
+
+    run(scenario())
+
+
+class Wire:
+    """The transport of a connection, as far as a protocol asks for one."""
+
+    def __init__(self) -> None:
+        self.reads, self.closing, self.sent = True, False, b""
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+def connection(app: Any) -> tuple[DirectProtocol, Wire]:
+    config = uvicorn.Config(
+        app, lifespan="off", log_config=None, access_log=False, proxy_headers=False
+    )
+    config.load()
+    protocol, wire = DirectProtocol(config, ServerState(), {}), Wire()
+    protocol.connection_made(wire)  # type: ignore[arg-type]
+    return protocol, wire
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_client_with_a_large_body_is_seen_to_leave(at_once: bool) -> None:
+    """Behind a piece of more than 64 KiB uvicorn stops reading, and so would not see the end."""
+    body, gone = b"x" * 100_000, asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert await read_body(scope, receive, 1 << 20) == body
+        direct = find(scope)
+        assert direct is not None
+        direct.when_gone(gone.set)
+        await gone.wait()
+
+    async def scenario() -> None:
+        protocol, wire = connection(app)
+        head = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+        if at_once:
+            protocol.data_received(head + body)
+        else:
+            protocol.data_received(head)
+            await asyncio.sleep(0.01)
+            protocol.data_received(body)
+        await asyncio.sleep(0.01)
+        assert wire.reads, "or the end of the connection is not seen"
+        protocol.connection_lost(None)
+        assert gone.is_set()
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_with_a_request_behind_another_is_seen_to_leave() -> None:
+    gone = asyncio.Event()
+    wrote = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(scope, receive, 1 << 20)
+        direct = find(scope)
+        assert direct is not None
+        direct.when_gone(gone.set)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        wrote.append(direct.write(b"a"))
+        await gone.wait()
+        wrote.append(direct.write(b"b"))
+
+    async def scenario() -> None:
+        protocol, wire = connection(app)
+        ask = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}"
+        protocol.data_received(ask + ask)
+        await asyncio.sleep(0.01)
+        protocol.connection_lost(None)
+        assert gone.is_set()
+        await asyncio.sleep(0)
+        assert wrote == [True, False], "writing to what is closed would raise"
+        assert wire.sent.endswith(b"1\r\na\r\n")
 
     run(scenario())

@@ -185,6 +185,11 @@ def test_unknown_paths_pass_with_method_query_and_body_and_count_as_load() -> No
             async with it.client.get("/nowhere") as answer:
                 assert answer.status == 404
                 await it.error(answer)
+            async with it.client.head("/nowhere") as answer:
+                assert answer.status == 404
+            async with it.client.head("/echo") as answer:
+                assert answer.status == 200
+                assert int(answer.headers["content-length"]) > 0
             server.other = asyncio.Event()
             waiting = asyncio.ensure_future(it.client.post("/echo", json={}))
             await until(lambda: it.router.core.pending_count == 1, "it counts")
@@ -261,8 +266,12 @@ def test_metrics_have_a_port_of_their_own_if_wanted() -> None:
                 assert "vertumnus_ready" in await answer.text()
             async with it.client.get(f"{url}/workers") as answer:
                 assert answer.status == 404
-            over.set()
-            await serving
+            it.router.metrics.exposition = lambda: b"x" * 2**26  # type: ignore[method-assign]
+            # A scraper that does not read does not keep the router from stopping.
+            async with it.client.get(f"{url}/metrics"):
+                over.set()
+                async with asyncio.timeout(5.0):
+                    await serving
 
     run(scenario())
 

@@ -229,6 +229,25 @@ def test_a_request_that_does_not_arrive_ends_its_connection(
     run(scenario())
 
 
+@pytest.mark.parametrize("behind", [b"POST /generate HTT", b"GARBAGE\r\n\r\n"])
+def test_what_does_not_arrive_behind_a_request_does_not_cut_its_answer(
+    behind: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StrictProtocol, "patience_s", 0.1)
+
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url) as it:
+            await it.ready()
+            pool.answer = stream_slowly(tokens=8, gap_s=0.05)
+            data = BODY[:-1] + b',"stream":true}'
+            answer = await talk(it, ask(b"Content-Length: %d" % len(data), body=data) + behind)
+            assert answer.count(b"data: [DONE]\n\n\r\n0\r\n\r\n") == 1
+            assert answer.endswith(b"<EOF>")
+            await until(it.settled, "settled")
+
+    run(scenario())
+
+
 def test_a_connection_between_requests_is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StrictProtocol, "patience_s", 0.05)
 

@@ -294,3 +294,27 @@ def test_nothing_that_nobody_asked_for_is_taken_for_an_answer() -> None:
             assert talk.connections == 2
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 22", b"transfer-encoding: chunked", b"content-length: 0"]
+)
+def test_an_answer_to_head_ends_with_its_headers(framing: bytes) -> None:
+    """It declares the length that the body would have had, and none follows."""
+
+    async def answer(
+        talk: Conversation, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await talk.request(reader)
+        writer.write(b"HTTP/1.1 404 Not Found\r\n" + framing + b"\r\n\r\n")
+        await reader.read()  # it keeps the connection
+
+    async def scenario() -> None:
+        async with talking(answer) as (_, front):
+            for _ in range(2):
+                box: Mailbox[Message] = Mailbox()
+                front.send(front.post(b"/path", [], b"", b"HEAD"), box.put)
+                async with asyncio.timeout(2.0):
+                    assert await collect(box) == (404, b"", "end")
+
+    run(scenario())
