@@ -187,7 +187,8 @@ def backend_class(planner: Planner) -> Any:
             # Steps that are not sharded would attend to a chunk's own KV before it is rounded to
             # the cache's type, sharded ones after: what is said would depend on the degree.
             shape = self.indices_updater_prefill
-            self.use_paged = self.use_paged or shape.data_type != shape.q_data_type
+            if shape.data_type != shape.q_data_type:
+                self.use_paged = True
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             cp = forward_batch.attn_cp_metadata

@@ -96,6 +96,7 @@ def decode_contents(router: Router) -> list[dict[str, Any]]:
 
 
 def _decode_content(link: DecodeLink, terms: DecodeTerms | None) -> dict[str, Any]:
+    reason: str | None
     if terms is not None and terms.leaving:
         state, reason = "draining", "it was told to leave"
     elif terms is not None:
