@@ -59,7 +59,10 @@ def known(server: Server, prompt: list[int], block: str) -> bool:
         f"{server.router_url}/explain",
         {"input_ids": [*prompt, 7], "sampling_params": {"max_new_tokens": 1}},
     )
-    found = {c["worker"].split("/")[1]: c["cached_tokens"] for c in explained["candidates"]}
+    found = {
+        c["worker"].split("/")[1]: c["cached_tokens"] - c["pull_tokens"]
+        for c in explained["candidates"]
+    }
     return bool(found[block] >= len(prompt) // PAGE_TOKENS * PAGE_TOKENS)
 
 
