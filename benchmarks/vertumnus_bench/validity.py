@@ -1,4 +1,10 @@
-"""One trace on a real pool of two ranks and in the simulator, with the pool's own profile."""
+"""Small traces on a real pool of two ranks and in the simulator, with the pool's own profile.
+
+A machine that others share changes its pace by a fifth within minutes, and what waits in queues
+multiplies that. So prefills of known lengths before and after every replay tell how its pace was
+to that of the profile, and the simulator is given the profile at that pace. The policies take
+turns, a new trace every round.
+"""
 
 import asyncio
 import statistics
@@ -12,12 +18,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from vertumnus_router.core.model import PrefillModel
-from vertumnus_router.core.profile import Profile
+from vertumnus_router.core.profile import Coefficients, Profile
 from vertumnus_router.profiles import load_profile
 from vertumnus_sim.metrics import percentile
-from vertumnus_sim.run import Run, simulate
+from vertumnus_sim.policies import make_router
 from vertumnus_sim.scenario import Cluster, Delays, Hardware, lay_out
+from vertumnus_sim.simulation import Simulation
 from vertumnus_sim.workloads.arrivals import at_rate
 from vertumnus_sim.workloads.conversation import conversation_like
 from vertumnus_sim.workloads.statistics import reused_tokens
@@ -46,13 +54,18 @@ FLAGS = (
 )
 #: Of the requests, those that come first and do not count.
 WARM_UP = 0.1
+#: What tells the pace: short and long prompts, for some seconds.
+PACE_TOKENS = (256, 1024)
+PACE_PREFILLS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
-    """``utilisation``: of both ranks, by the profile at degree 1, that the rate is chosen for."""
+    """``rounds`` of ``requests`` for each policy. ``utilisation``: of both ranks, by the profile at
+    degree 1, that the rate is chosen for."""
 
-    requests: int = 240
+    rounds: int = 3
+    requests: int = 100
     utilisation: float = 0.5
     seed: int = 1
 
@@ -67,6 +80,16 @@ class Beside:
     noise: float
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One policy under one trace: TTFT in seconds of what counts, measured and simulated, and the
+    ``pace``, how long prefills took meanwhile, of what the profile says."""
+
+    measured_s: Sequence[float]
+    simulated_s: Sequence[float]
+    pace: float
+
+
 def compare(model: Path, folder: Path, plan: TrialPlan) -> dict[str, Any]:
     """Every policy on both; see the keys of the last line of ``benchmarks/validity.py``."""
     path = folder / "profile.json"
@@ -75,20 +98,22 @@ def compare(model: Path, folder: Path, plan: TrialPlan) -> dict[str, Any]:
     ) as server:
         _profile(server, path)
         profile = load_profile(str(path))
-        requests = small_trace(profile, plan)
         overhead_s = _overhead_s(server, profile)
         say(f"outside of the prefill a request takes {overhead_s * 1000:.1f} ms")
         contention = _contention(server)
         say(f"two ranks at once take {contention:.1%} longer than one")
         noise = statistics.fmean(one.error.mean for one in profile.measurements.values())
         beside = Beside(overhead_s, contention, noise)
-        rows = []
-        for policy, composition in POLICIES:
-            measured = _measured(server, str(path), policy, composition, requests, plan)
-            simulated = _simulated(profile, policy, composition, requests, plan, beside)
-            rows.append(row(policy, composition, measured, simulated))
-            say(str(rows[-1]))
+        trials: dict[tuple[str, str], list[Trial]] = {one: [] for one in POLICIES}
+        for number in range(plan.rounds):
+            requests = small_trace(profile, replace(plan, seed=plan.seed + number))
+            for policy, composition in POLICIES:
+                trial = _trial(server, path, policy, composition, requests, plan, beside)
+                trials[policy, composition].append(trial)
+                say(f"round {number + 1}: {row(policy, composition, [trial])}")
+        rows = [row(*names, of) for names, of in trials.items()]
     return summary(rows) | {
+        "rounds": plan.rounds,
         "requests": plan.requests,
         "utilisation": plan.utilisation,
         "overhead_ms": round(overhead_s * 1000, 2),
@@ -100,21 +125,24 @@ def compare(model: Path, folder: Path, plan: TrialPlan) -> dict[str, Any]:
     }
 
 
-def row(
-    policy: str, composition: str, measured_s: Sequence[float], simulated_s: dict[str, float]
-) -> dict[str, Any]:
-    """TTFT in ms of both, and how far the simulated one is off, of the measured."""
-    ordered = sorted(measured_s)
-    mean_ms = 1000 * statistics.fmean(ordered)
-    p90_ms = 1000 * percentile(ordered, 90)
+def row(policy: str, composition: str, trials: Sequence[Trial]) -> dict[str, Any]:
+    """TTFT in ms of both, over all rounds, and how far the simulated is off, of the measured."""
+    measured = _mean_and_p90_ms([s for trial in trials for s in trial.measured_s])
+    simulated = _mean_and_p90_ms([s for trial in trials for s in trial.simulated_s])
     return {
         "policy": policy,
         "composition": composition,
-        "measured_ms": {"mean": round(mean_ms, 1), "p90": round(p90_ms, 1)},
-        "simulated_ms": {name: round(value, 1) for name, value in simulated_s.items()},
-        "mean_err_pct": round(100 * (simulated_s["mean"] / mean_ms - 1), 1),
-        "p90_err_pct": round(100 * (simulated_s["p90"] / p90_ms - 1), 1),
+        "measured_ms": {name: round(value, 1) for name, value in measured.items()},
+        "simulated_ms": {name: round(value, 1) for name, value in simulated.items()},
+        "mean_err_pct": round(100 * (simulated["mean"] / measured["mean"] - 1), 1),
+        "p90_err_pct": round(100 * (simulated["p90"] / measured["p90"] - 1), 1),
+        "pace": [round(trial.pace, 3) for trial in trials],
     }
+
+
+def _mean_and_p90_ms(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {"mean": 1000 * statistics.fmean(ordered), "p90": 1000 * percentile(ordered, 90)}
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -131,6 +159,21 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ranking": ranked("measured_ms"),
         "policies": list(rows),
     }
+
+
+def at_pace(profile: Profile, pace: float) -> Profile:
+    """The profile of a machine on which every prefill takes ``pace`` times as long."""
+    return msgspec.structs.replace(
+        profile,
+        degrees={
+            degree: Coefficients(d_s=of.d_s * pace, a_s_per_token=of.a_s_per_token * pace)
+            for degree, of in profile.degrees.items()
+        },
+        fit=None,
+        b_s_per_token=profile.b_s_per_token * pace,
+        c_s_per_token=profile.c_s_per_token * pace,
+        alpha_s_per_pair=profile.alpha_s_per_pair * pace,
+    )
 
 
 def small_trace(profile: Profile, plan: TrialPlan) -> list[TraceRequest]:
@@ -156,67 +199,94 @@ def _profile(server: Server, path: Path) -> None:
 
 
 def _overhead_s(server: Server, profile: Profile) -> float:
-    """What an idle pool's client waits beyond the prefill: HTTP, tokens, the router's share."""
+    """What an idle pool's client waits beyond the prefill: HTTP, tokens, the router's share. Of
+    prompts so short that the pace of the machine matters little."""
     prompts, found = Prompts(seed=7), []
     model = PrefillModel(profile)
     with router(server.url, ("--controller", "off")) as before:
-        for number in range(15):
-            request = TraceRequest(0.0, 256, 1, (), BLOCK_TOKENS)
+        for number in range(30):
+            request = TraceRequest(0.0, BLOCK_TOKENS, 1, (), BLOCK_TOKENS)
             body = {
                 "input_ids": prompts.tokens(number, request),
                 "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             }
             began = time.perf_counter()
             before.post("/generate", body, router=True)
-            found.append(time.perf_counter() - began - model.service_s(1, 256, 0))
+            found.append(time.perf_counter() - began - model.service_s(1, BLOCK_TOKENS, 0))
     flush(server)
     return max(0.0, statistics.median(found))
 
 
+def _prefill_s(server: Server, rank: int, tokens: int, prompts: Prompts, number: int) -> float:
+    """Until the one token that is asked for, behind a prompt that nobody has seen."""
+    body = {
+        "input_ids": prompts.tokens(number, TraceRequest(0.0, tokens, 1, (), BLOCK_TOKENS)),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "routed_dp_rank": rank,
+    }
+    began = time.perf_counter()
+    server.post("/generate", body)
+    return time.perf_counter() - began
+
+
 def _contention(server: Server) -> float:
     """Of prefills of the same length, on one rank and on all at once."""
-    prompts = Prompts(seed=8)
-    numbers = count()
+    prompts, numbers = Prompts(seed=8), count()
 
     def prefill_s(rank: int) -> float:
-        request = TraceRequest(0.0, 768, 1, (), BLOCK_TOKENS)
-        body = {
-            "input_ids": prompts.tokens(next(numbers), request),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "routed_dp_rank": rank,
-        }
-        began = time.perf_counter()
-        server.post("/generate", body)
-        return time.perf_counter() - began
+        return _prefill_s(server, rank, 768, prompts, next(numbers))
 
     alone: list[float] = []
     together: list[float] = []
     with ThreadPoolExecutor(SIZE) as clients:
-        for _ in range(10):
+        for _ in range(15):
             alone.append(prefill_s(0))
             together += clients.map(prefill_s, range(SIZE))
     flush(server)
     return max(0.0, statistics.median(together) / statistics.median(alone) - 1)
 
 
-def _measured(
+def _pace(server: Server, profile: Profile, degree: int, overhead_s: float) -> float:
+    """How long prefills at the first worker take now, of what the profile says."""
+    prompts, model = Prompts(seed=9), PrefillModel(profile)
+    spent_s = expected_s = 0.0
+    for number in range(PACE_PREFILLS):
+        tokens = PACE_TOKENS[number % len(PACE_TOKENS)]
+        spent_s += _prefill_s(server, 0, tokens, prompts, number) - overhead_s
+        expected_s += model.service_s(degree, tokens, 0)
+    flush(server)
+    return spent_s / expected_s
+
+
+def _trial(
     server: Server,
-    profile: str,
+    path: Path,
     policy: str,
     composition: str,
     requests: Sequence[TraceRequest],
     plan: TrialPlan,
-) -> list[float]:
-    """TTFT of every request that counts, seconds."""
-    flags = ("--policy", policy, "--profile", profile, "--controller", "off")
+    beside: Beside,
+) -> Trial:
+    profile = load_profile(str(path))
+    (degree,) = {int(term.partition("x")[2]) for term in composition.split(",")}
+    flags = ("--policy", policy, "--profile", str(path), "--controller", "off")
     with router(server.url, flags) as before:
         url = before.router_url or ""
         reconfigure(url, composition)
         drain(server)
+        pace = _pace(server, profile, degree, beside.overhead_s)
+        measured_s = _measured(url, requests, plan)
+        drain(server)
         flush(server)
-        endpoint = SglangGenerate(ignore_eos=True)
-        replayed = asyncio.run(replay(requests, ReplayPlan(url=url, endpoint=endpoint)))
-    drain(server)
+        pace = (pace + _pace(server, profile, degree, beside.overhead_s)) / 2
+    simulated_s = _simulated(at_pace(profile, pace), policy, composition, requests, plan, beside)
+    return Trial(measured_s, simulated_s, pace)
+
+
+def _measured(url: str, requests: Sequence[TraceRequest], plan: TrialPlan) -> list[float]:
+    """TTFT of every request that counts, seconds."""
+    endpoint = SglangGenerate(ignore_eos=True)
+    replayed = asyncio.run(replay(requests, ReplayPlan(url=url, endpoint=endpoint)))
     failed = [answer for answer in replayed.answers if answer.failure is not None]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with {failed[0].failure}")
@@ -231,8 +301,8 @@ def _simulated(
     requests: Sequence[TraceRequest],
     plan: TrialPlan,
     beside: Beside,
-) -> dict[str, float]:
-    """Mean and P90 of TTFT in ms."""
+) -> list[float]:
+    """The same in the simulator, with the profile as the time of its steps and the router's."""
     hardware = Hardware(
         kv_blocks=CAPACITY_TOKENS // BLOCK_TOKENS,
         kv_token_bytes=6144,
@@ -250,15 +320,12 @@ def _simulated(
         hardware=hardware,
         delays=Delays(dispatch_s=beside.overhead_s),
     )
-    run = Run(
-        workload="conversation, small",
-        rate=None,
-        policy=policy,
-        composition=composition,
-        cluster=cluster,
-        profile="measured",
-        seed=plan.seed,
-        warm_up=WARM_UP,
+    simulation = Simulation(
+        cluster,
+        profile,
+        make_router(policy, {}, profile, hardware, plan.seed),
+        requests,
+        plan.seed,
+        warm_up=int(WARM_UP * len(requests)),
     )
-    found = simulate(run, requests, profile)
-    return {"mean": found.mean_ms, "p90": found.p90_ms}
+    return list(simulation.run().ttft_s)
