@@ -83,7 +83,8 @@ PAPER = "paper"
 LATE = "late"
 FLUID = "fluid"
 ORACLE = "oracle"
-FCFS = "fluid_fcfs"
+#: Each of ours with its queue in the order of arrival.
+FCFS: Mapping[str, str] = {LATE: "late_fcfs", FLUID: "fluid_fcfs"}
 CONTENDERS = (
     *(
         Contender(
@@ -115,7 +116,8 @@ CONTENDERS = (
     Contender("late_no_pull", Role.CONTROL, "late", (LATE_MIX,), NO_PULL),
     Contender(FLUID, Role.OURS, "fluid", ("40x1",), PULL),
     # Urgency is GPU-seconds + ageing · arrival: with this much of it arrival alone counts.
-    Contender(FCFS, Role.CONTROL, "fluid", ("40x1",), {**PULL, "fluid.ageing": "1e6"}),
+    Contender(FCFS[LATE], Role.CONTROL, "late", (LATE_MIX,), {**PULL, "late.ageing": "1e6"}),
+    Contender(FCFS[FLUID], Role.CONTROL, "fluid", ("40x1",), {**PULL, "fluid.ageing": "1e6"}),
     Contender(ORACLE, Role.BOUND, "fluid", ("40x1",), {**PULL, **_FREE}),
 )
 #: From the paper's policy to ours, one part after the other; each is a contender.

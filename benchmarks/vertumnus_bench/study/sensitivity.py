@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from vertumnus_bench.study.contenders import FLUID, PAPER
+from vertumnus_bench.study.contenders import FLUID, NO_PULL, PAPER
 
 SWITCH = "switch, ms"
 BANDWIDTH = "bandwidth, GB/s"
@@ -14,13 +14,13 @@ MEMORY = "KV blocks per GPU"
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
     """``contender`` under ``assumption`` = ``value``, which ``settings`` say; ``series`` is what a
-    plot calls it. A setting of None is left out."""
+    plot calls it."""
 
     assumption: str
     value: float
     series: str
     contender: str
-    settings: Mapping[str, str | None]
+    settings: Mapping[str, str]
 
 
 def variants(*, quick: bool) -> list[Variant]:
@@ -35,7 +35,7 @@ def variants(*, quick: bool) -> list[Variant]:
         links = {f"hardware.{link}_bytes_per_s": f"{gb_per_s}e9" for link in ("local", "remote")}
         found.append(Variant(BANDWIDTH, gb_per_s, "fluid", FLUID, links))
         # The hand-over to decode goes over the same links: only the difference is the pulls'.
-        without = {**links, "prefix.pull": None}
+        without = {**links, **NO_PULL}
         found.append(Variant(BANDWIDTH, gb_per_s, "fluid without pull", FLUID, without))
     for assumption, values in ((NOISE, (8, 25)), (MEMORY, (550, 1_100))):
         for value in values:
@@ -47,12 +47,6 @@ def variants(*, quick: bool) -> list[Variant]:
             for name in (FLUID, PAPER):
                 found.append(Variant(assumption, value, name, name, setting))
     return found
-
-
-def applied(settings: Mapping[str, str], variant: Variant) -> dict[str, str]:
-    """The contender's settings, changed as the variant has it."""
-    changed: dict[str, str | None] = {**settings, **variant.settings}
-    return {name: value for name, value in changed.items() if value is not None}
 
 
 def by_assumption(found: Iterable[Variant]) -> dict[str, list[Variant]]:

@@ -20,7 +20,7 @@ from vertumnus_bench.study.goals import goals
 from vertumnus_bench.study.loads import VARYING, origins, phases, present
 from vertumnus_bench.study.plan import Plan
 from vertumnus_bench.study.point import GPUS, Point, Result, Setup
-from vertumnus_bench.study.sensitivity import Variant, applied
+from vertumnus_bench.study.sensitivity import Variant
 from vertumnus_bench.study.summary import Sensitivity, Series, Summary
 from vertumnus_bench.study.tuning import Case, Choice, tune
 
@@ -95,7 +95,7 @@ def _varied(plan: Plan, choices: Choices) -> dict[Variant, list[Point]]:
     found: dict[Variant, list[Point]] = {}
     for variant in plan.variants:
         choice = choices[variant.contender, plan.tuning_case(plan.variant_case)]
-        choice = Choice(choice.composition, applied(choice.settings, variant))
+        choice = Choice(choice.composition, {**choice.settings, **variant.settings})
         contender = by_name[variant.contender]
         found[variant] = [
             plan.point(contender, plan.variant_case, choice, seed) for seed in plan.seeds

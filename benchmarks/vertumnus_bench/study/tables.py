@@ -39,21 +39,28 @@ def _about(of: Summary) -> str:
 
 
 def _goals(of: Summary) -> str:
+    """A row for each goal and load, a column for each of ours."""
+    policies = list(dict.fromkeys(goal.policy for goal in of.goals))
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for goal in of.goals:
+        place = _place((goal.workload, goal.rate))
+        value = "not run" if goal.found is None else f"{goal.found:.1f}"
+        cells = found.setdefault((goal.goal, place, goal.target), {})
+        cells[goal.policy] = f"{value}{' ✓' if goal.met else ''}"
+        # Ours in the order of arrival is another one for each of ours.
+        cells.setdefault("", goal.against or "")
     rows = [
-        (
-            goal.goal,
-            _place((goal.workload, goal.rate)),
-            goal.against or "",
-            f"{goal.target}",
-            "not run" if goal.found is None else f"{goal.found:.1f}",
-            {True: "yes", False: "**no**", None: ""}[goal.met],
-        )
-        for goal in of.goals
+        (*named[:2], cells[""], named[2], *(cells.get(policy, "") for policy in policies))
+        for named, cells in found.items()
     ]
-    met = sum(goal.met is True for goal in of.goals)
-    known = sum(goal.met is not None for goal in of.goals)
-    head = ("goal", "load", "against", "target, %", "found, %", "met")
-    return f"### Goals (simulated): {met} of {known} met\n\n" + _table(head, rows)
+    met = [
+        f"{policy} {sum(goal.met is True for goal in mine)} of "
+        f"{sum(goal.met is not None for goal in mine)}"
+        for policy in policies
+        if (mine := [goal for goal in of.goals if goal.policy == policy])
+    ]
+    head = ("goal", "load", "against", "target, %", *policies)
+    return f"### Goals met (simulated): {', '.join(met)}\n\n" + _table(head, rows)
 
 
 def _components(of: Summary) -> str:

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 from vertumnus_bench.study.aggregate import Figures
-from vertumnus_bench.study.contenders import CONTROLLER, FCFS, FIXED, FLUID, ORACLE, PAPER, Role
+from vertumnus_bench.study.contenders import (
+    CONTROLLER,
+    FCFS,
+    FIXED,
+    FLUID,
+    LATE,
+    ORACLE,
+    PAPER,
+    Role,
+)
 from vertumnus_bench.study.goals import Goal, goals, highest_loads
 
 from tests.benchmarks.study.study_scene import figures
@@ -18,14 +27,29 @@ def point(rate: float | None = 26, **ours: Any) -> list[Figures]:
         figures("strong", 100, role=Role.BASELINE, rate=rate, p90_ms=400.0),
         figures(PAPER, 80, role=Role.PAPER, rate=rate),
         figures(FLUID, ours.pop("mean_ms", 60), rate=rate, **({"slo_pct": 95.0} | ours)),
-        figures(FCFS, 60, role=Role.CONTROL, rate=rate, p99_ms=200.0),
+        figures(FCFS[FLUID], 60, role=Role.CONTROL, rate=rate, p99_ms=200.0),
         figures(ORACLE, 50, role=Role.BOUND, rate=rate),
     ]
 
 
 def found(rows: Sequence[Figures], title: str) -> Goal:
-    (goal,) = (g for g in goals(rows, {}, "varying") if title in g.goal and g.rate == 26)
+    (goal,) = (g for g in of_fluid(goals(rows, {}, "varying")) if title in g.goal and g.rate == 26)
     return goal
+
+
+def of_fluid(of: Sequence[Goal]) -> list[Goal]:
+    return [goal for goal in of if goal.policy == FLUID]
+
+
+def test_each_of_ours_has_the_same_goals() -> None:
+    rows = [*point(), figures(LATE, 70, rate=26)]
+    by_policy = {
+        policy: [g for g in goals(rows, {}, "varying") if g.policy == policy and g.rate]
+        for policy in (LATE, FLUID)
+    }
+    assert [g.goal for g in by_policy[LATE]] == [g.goal for g in by_policy[FLUID]]
+    assert by_policy[LATE][0].found == pytest.approx(30)
+    assert by_policy[LATE][-1].found is None  # its own order of arrival was not run
 
 
 @pytest.mark.parametrize(
@@ -37,7 +61,7 @@ def found(rows: Sequence[Figures], title: str) -> Goal:
         ("below the paper's", PAPER, 25.0, True),
         ("above the best of all", PAPER, -25.0, True),
         ("above the oracle's", ORACLE, 20.0, False),
-        ("above first come", FCFS, 20.0, True),  # 240 of 200
+        ("above first come", FCFS[FLUID], 20.0, True),  # 240 of 200
     ],
 )
 def test_each_goal(title: str, against: str, value: float, met: bool) -> None:
@@ -71,7 +95,7 @@ def test_full_attainment_cannot_be_improved_on() -> None:
 
 def test_the_highest_load_is_the_highest_that_is_not_saturated() -> None:
     beyond = [figures(r.policy, 1, role=r.role, rate=32, saturated=True) for r in point()]
-    all_goals = goals([*point(20), *beyond, *point(26)], {}, "varying")
+    all_goals = of_fluid(goals([*point(20), *beyond, *point(26)], {}, "varying"))
     below = [g for g in all_goals if "below the strongest" in g.goal]
     assert {g.rate for g in below} == {26} and len(below) == 2
     oracle = [g for g in all_goals if "oracle" in g.goal]
@@ -85,7 +109,7 @@ def test_what_was_not_run_is_neither_met_nor_missed() -> None:
 
 
 def in_phases(phases: dict[str, list[float | None]]) -> Goal:
-    (goal,) = (g for g in goals([], phases, "varying") if g.goal.startswith(f"{FLUID}:"))
+    (goal,) = of_fluid(goals([], phases, "varying"))
     return goal
 
 

@@ -5,7 +5,7 @@ from vertumnus_bench.study.contenders import CONTENDERS, LATE, OVER_TIME, Conten
 from vertumnus_bench.study.loads import LOADS, QUICK_LOADS
 from vertumnus_bench.study.plan import TUNING_SEED, full_plan, quick_plan
 from vertumnus_bench.study.point import DEGREES, GPUS, NODE_GPUS, StudyError
-from vertumnus_bench.study.sensitivity import BANDWIDTH, SWITCH, Variant, applied, variants
+from vertumnus_bench.study.sensitivity import BANDWIDTH, SWITCH, variants
 from vertumnus_bench.study.tuning import Choice
 from vertumnus_router.profiles import load_profile
 from vertumnus_sim import settings
@@ -45,7 +45,7 @@ def test_names_are_unique_and_ours_have_one_setting() -> None:
 def test_the_simulator_takes_all_variants() -> None:
     for variant in variants(quick=False):
         of = _BY_NAME[variant.contender]
-        check(of, applied(of.settings, variant))
+        check(of, {**of.settings, **variant.settings})
 
 
 def test_quick_is_a_part_of_the_whole() -> None:
@@ -59,9 +59,12 @@ def test_quick_is_a_part_of_the_whole() -> None:
     assert all(set(load.rates) <= set(whole[load.workload]) for load in QUICK_LOADS)
 
 
-def test_a_variant_changes_adds_and_leaves_out() -> None:
-    variant = Variant("x", 1, "s", "fluid", {"a": "2", "b": None, "c": "3"})
-    assert applied({"a": "1", "b": "1", "d": "4"}, variant) == {"a": "2", "c": "3", "d": "4"}
+def test_what_is_called_without_pull_does_not_pull() -> None:
+    pulling = {
+        variant.series: variant.settings.get("prefix.pull") for variant in variants(quick=True)
+    }
+    assert pulling["fluid without pull"] == "false"
+    assert pulling["fluid"] is None and _BY_NAME["fluid"].settings["prefix.pull"] == "true"
 
 
 def test_contenders_are_tuned_at_the_highest_load_or_at_each() -> None:
