@@ -62,6 +62,7 @@ _INFERENCE = frozenset(
 #: To look at only.
 _TELLS = frozenset(
     (
+        "/openapi.json",
         "/workers",
         "/get_loads",
         "/server_info",

@@ -8,6 +8,7 @@ import aiohttp
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -28,7 +29,8 @@ from vertumnus_router.io.asgi import (
 from vertumnus_router.io.client_request import endpoint_of, parse
 from vertumnus_router.io.composition import composition, reconfigure
 from vertumnus_router.io.every_server import ask_all, engine_metrics, flushed, loads
-from vertumnus_router.io.operators import require_operator
+from vertumnus_router.io.openapi.document import openapi_json
+from vertumnus_router.io.operators import order_of, require_operator
 from vertumnus_router.io.passthrough import Passthrough
 from vertumnus_router.io.prefixes import prefixes, reclaim, replicate
 from vertumnus_router.io.router import Router
@@ -77,6 +79,7 @@ def _admin(router: Router) -> FastAPI:
     app = FastAPI(title="sgl-vertumnus router", openapi_url=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
 
     @app.get("/health")
     @app.get("/liveness")
@@ -117,10 +120,7 @@ def _admin(router: Router) -> FastAPI:
 
     @app.post("/explain")
     async def explain(request: Request) -> Response:
-        try:
-            body = await read_body(request.scope, request.receive, router.config.limits.body_bytes)
-        except ClientGone:
-            return Response(status_code=499)
+        body = await read_body(request.scope, request.receive, router.config.limits.body_bytes)
         endpoint = endpoint_of(_object(body))
         asked = parse(endpoint, body)
         router.model.check(asked.model)
@@ -183,6 +183,10 @@ def _admin(router: Router) -> FastAPI:
         status, content = flushed(answers)
         return _json(content, status)
 
+    @app.get("/openapi.json")
+    async def document() -> Response:
+        return Response(openapi_json(), media_type=_JSON)
+
     add_servers(app, router)
     app.router.default = Passthrough(router)
     add_ui(app, router)
@@ -190,6 +194,9 @@ def _admin(router: Router) -> FastAPI:
         app.add_api_route(path, _from_a_front(router, path), methods=["GET"])
     for path, methods in _TO_EVERY_FRONT.items():
         app.add_api_route(path, _to_every_front(router, path), methods=methods)
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods == {"GET"}:
+            route.methods.add("HEAD")  # some balancers look with it; uvicorn leaves the body out
     return app
 
 
@@ -231,11 +238,10 @@ def _require_a_pool(router: Router) -> None:
 
 def _to_every_front(router: Router, path: str) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
-        require_operator(request, router.config.control_key)
+        body = await order_of(request, router.config.control_key)
         urls = [pool.url for pool in router.pools if pool.description]
         if not urls:
             raise ApiError(503, "no_pool", "no pool has joined this router yet")
-        body = await request.body()
         own = _authorization(request)
         if not router.credentials.passes_on:
             own = router.key_header().get("authorization", "").encode() or None
@@ -352,5 +358,20 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = f"{request.method} {request.url.path}: {error.detail}"
+    headers = []
+    if error.status_code == 405:
+        allowed = ", ".join(sorted(_methods(request)))
+        headers, detail = [(b"allow", allowed.encode())], f"{detail}; it takes {allowed}"
     code = str(error.detail).lower().replace(" ", "_")
-    return await _on_api_error(request, ApiError(error.status_code, code, detail))
+    return await _on_api_error(request, ApiError(error.status_code, code, detail, headers=headers))
+
+
+def _methods(request: Request) -> set[str]:
+    """All that the path takes; the framework tells of the first route only."""
+    path = request.url.path
+    routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
+    return {name for one in routes if one.path_regex.match(path) for name in one.methods or ()}
+
+
+async def _on_client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)

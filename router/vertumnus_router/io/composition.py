@@ -14,7 +14,7 @@ from vertumnus_router.core.snapshot import WorkerSnapshot
 from vertumnus_router.core.types import PoolId
 from vertumnus_router.io.api_errors import ApiError, NotDone
 from vertumnus_router.io.decodes import DecodeLink
-from vertumnus_router.io.operators import require_operator
+from vertumnus_router.io.operators import order_of
 from vertumnus_router.io.plain import PlainServer
 from vertumnus_router.io.pool import PoolLink
 from vertumnus_router.io.router import Router
@@ -36,8 +36,7 @@ class Reconfigure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 async def reconfigure(router: Router, request: Request) -> dict[str, Any]:
     """Carry the order out, or with ``dry_run`` say what that would take. ``ApiError`` 400, 404,
     503 when the order makes no sense, 409 when it was not reached."""
-    require_operator(request, router.config.control_key)
-    order = _order(await request.body())
+    order = _order(await order_of(request, router.config.control_key))
     pool = _pool(router, order.pool)
     try:
         target = parse_composition(order.composition, pool.size, pool.degrees)

@@ -120,7 +120,7 @@ class HotPath:
         self._observer.arrived(trail, scope["headers"])
         try:
             if scope["method"] not in _METHODS[endpoint]:
-                raise ApiError(405, "method_not_allowed", f"{endpoint.value} takes POST")
+                raise _method_not_allowed(endpoint)
             if self.stopping:
                 raise ApiError(503, "stopping", "this router is stopping; try another one")
             body = await read_body(scope, receive, self._body_bytes)
@@ -239,6 +239,12 @@ class HotPath:
             prompts=asked.engine_items or 1,
             streams=bool(asked.fields.get("stream")),
         )
+
+
+def _method_not_allowed(endpoint: Endpoint) -> ApiError:
+    taken = ", ".join(_METHODS[endpoint])
+    allow = (b"allow", taken.encode())
+    return ApiError(405, "method_not_allowed", f"{endpoint.value} takes {taken}", headers=[allow])
 
 
 def _internal(exc: Exception) -> ApiError:

@@ -16,9 +16,9 @@ from vertumnus_router.io.router import Router
 _FOR_CLIENTS = ("/v1/",)
 _FOR_CLIENTS_TOO = frozenset(("/rerank", "/classify", "/encode", "/tokenize", "/detokenize"))
 #: Paths that sglang-router has and SGLang has not.
-_ALIASES = {"/rerank": "/v1/rerank"}
+ALIASES = {"/rerank": "/v1/rerank"}
 #: Doing these twice does no harm.
-_REPEATABLE = frozenset(
+REPEATABLE = frozenset(
     (
         "/v1/embeddings",
         "/v1/rerank",
@@ -33,7 +33,7 @@ _REPEATABLE = frozenset(
     )
 )
 #: They decode, which a server that prefills only does not do.
-_DECODES = ("/v1/responses", "/v1/messages", "/invocations", "/vertex_generate")
+DECODES = ("/v1/responses", "/v1/messages", "/invocations", "/vertex_generate")
 #: The protocol between routers and pools is nobody else's.
 _CLOSED = ("/vertumnus/",)
 _DOTS = frozenset((".", ".."))
@@ -49,13 +49,13 @@ class Passthrough:
         if scope["type"] != "http":
             raise ApiError(404, "not_found", "the router speaks HTTP only")
         asked: str = scope["path"]
-        path = _ALIASES.get(asked, asked)
+        path = ALIASES.get(asked, asked)
         # A proxy between router and server may resolve dots: what is below /v1/ must stay there.
         if path.startswith(_CLOSED) or not _DOTS.isdisjoint(path.split("/")):
             raise ApiError(404, "not_found", f"{scope['method']} {path}: Not Found")
         if not path.startswith(_FOR_CLIENTS) and path not in _FOR_CLIENTS_TOO:
             require_operator(Request(scope), self._router.config.control_key)
-        if self._router.model.prefill_only and path.startswith(_DECODES):
+        if self._router.model.prefill_only and path.startswith(DECODES):
             raise ApiError(
                 501,
                 "unsupported_with_decode_servers",
@@ -63,7 +63,7 @@ class Passthrough:
             )
         await self._router.hot.pass_on(
             path,
-            repeatable=scope["method"] in ("GET", "HEAD") or path in _REPEATABLE,
+            repeatable=scope["method"] in ("GET", "HEAD") or path in REPEATABLE,
             scope=scope,
             receive=receive,
             send=send,

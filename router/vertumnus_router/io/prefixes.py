@@ -20,7 +20,7 @@ from vertumnus_router.core.snapshot import (
 )
 from vertumnus_router.core.types import BlockHash, Rank, WorkerId
 from vertumnus_router.io.api_errors import ApiError, NotDone
-from vertumnus_router.io.operators import require_operator
+from vertumnus_router.io.operators import order_of
 from vertumnus_router.io.router import Router
 from vertumnus_router.io.transfers import Transferred
 
@@ -72,9 +72,9 @@ async def reclaim(router: Router, request: Request) -> dict[str, Any]:
 
 
 async def _order(router: Router, request: Request) -> tuple[BlockHash, WorkerId]:
-    require_operator(request, router.config.control_key)
+    body = await order_of(request, router.config.control_key)
     try:
-        order = msgspec.json.decode(await request.body(), type=Order)
+        order = msgspec.json.decode(body, type=Order)
     except msgspec.MsgspecError as exc:
         example = '{"tip": "-8023104560125521733", "worker": "pool/0x1"}'
         raise ApiError(400, "invalid_json", f"the body must be like {example}: {exc}") from exc

@@ -13,7 +13,7 @@ from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.composition import decode_contents, worker_content
 from vertumnus_router.io.decodes import DecodeLink
 from vertumnus_router.io.fleet import AlreadyThere, Link, Role
-from vertumnus_router.io.operators import require_operator
+from vertumnus_router.io.operators import order_of, require_operator
 from vertumnus_router.io.pool import PoolLink
 from vertumnus_router.io.router import Router
 
@@ -211,8 +211,7 @@ def add_servers(app: FastAPI, router: Router) -> None:
 
     @app.post("/workers")
     async def join(request: Request) -> Response:
-        require_operator(request, key)
-        return _json(servers.join(await request.body()), 202)
+        return _json(servers.join(await order_of(request, key)), 202)
 
     @app.get("/workers/{name:path}")
     async def worker(name: str) -> Response:
@@ -220,8 +219,7 @@ def add_servers(app: FastAPI, router: Router) -> None:
 
     @app.put("/workers/{name:path}")
     async def update(name: str, request: Request) -> Response:
-        require_operator(request, key)
-        return _json(servers.update(name, await request.body()), 202)
+        return _json(servers.update(name, await order_of(request, key)), 202)
 
     @app.delete("/workers/{name:path}")
     async def leave(name: str, request: Request) -> Response:

@@ -6,6 +6,7 @@ import orjson
 from fastapi import FastAPI
 from fastapi.responses import Response
 
+from vertumnus_router.io.api_errors import ApiError
 from vertumnus_router.io.router import Router
 from vertumnus_router.io.ui.state import state
 
@@ -36,7 +37,9 @@ def add_ui(app: FastAPI, router: Router) -> None:
         return Response(body, headers=_HEADERS, media_type="application/json")
 
     async def file(name: str) -> Response:
-        return _file(name) if name in files else Response("no such file", 404)
+        if name not in files:
+            raise ApiError(404, "not_found", f"the live page has no file {name!r}: open /ui")
+        return _file(name)
 
     def _file(name: str) -> Response:
         return Response(files[name], headers=_HEADERS, media_type=_TYPES[Path(name).suffix])

@@ -1,0 +1,1 @@
+"""What the router serves, told to machines: ``GET /openapi.json``."""
