@@ -21,8 +21,15 @@ def until(what: str, true: Callable[[], bool], timeout_s: float = 30.0) -> None:
 @contextlib.contextmanager
 def router_before(pool_url: str, *flags: str) -> Iterator[tuple[str, int]]:
     """A router process of its own: (URL, pid)."""
+    with router_of("--pool-urls", pool_url, *flags) as router:
+        yield router
+
+
+@contextlib.contextmanager
+def router_of(*flags: str) -> Iterator[tuple[str, int]]:
+    """A router process that serves what the flags name: (URL, pid)."""
     port = free_range("127.0.0.1", 1, start=31500)
-    command = [sys.executable, "-m", "sgl_vertumnus.launch_router", "--pool-urls", pool_url]
+    command = [sys.executable, "-m", "sgl_vertumnus.launch_router"]
     process = subprocess.Popen([*command, "--port", str(port), *flags])
     url = f"http://127.0.0.1:{port}"
 
