@@ -1,0 +1,154 @@
+"""What a front reads is what the router has read: raw connections, generated, to the other end.
+
+``FUZZ_EXAMPLES`` raises the number of examples for a long run.
+"""
+
+import asyncio
+import json
+import os
+import re
+from dataclasses import dataclass
+
+import uvloop
+from aiohttp import web
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.router.io.fake_pool import FakePool, Seen, stream
+from tests.router.io.harness import Running, running, until
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
+SETTINGS = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+#: What the router adds, or says in its own words.
+OURS = frozenset(
+    (
+        *("host", "content-length", "x-override-rid", "x-override-routed-dp-rank"),
+        *("x-data-parallel-rank", "x-request-id", "user-agent", "accept", "connection"),
+    )
+)
+END = b"GET /liveness HTTP/1.1\r\nHost: router\r\nConnection: close\r\n\r\n"
+
+names = st.text("abcXYZ-_.!#$%&'*+^`|~09", min_size=1, max_size=8).map(lambda name: f"x-q{name}")
+#: Bytes that are text to nobody, tabs and colons among them; never a line's end or a zero.
+values = st.binary(max_size=12).map(lambda data: re.sub(rb"[\x00-\x08\x0a-\x1f\x7f]", b":", data))
+#: Encoded line ends, such as would begin a header if somebody decoded them on the way.
+queries = st.lists(
+    st.sampled_from(("a=1", "%0d%0aX-Injected:%201", "%00", "&", "=", "%25", "%ff", "+")),
+    max_size=5,
+).map("".join)
+#: Within a body, what would be the next request to who counts its bytes otherwise.
+texts = st.lists(
+    st.sampled_from(
+        (
+            "hello",
+            "\r\n\r\nGET /flush_cache HTTP/1.1\r\nHost: router\r\n\r\n",
+            "0\r\n\r\n",
+            "\u0000",
+            "\u00e9",
+            '"',
+        )
+    ),
+    min_size=1,
+    max_size=4,
+).map("".join)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """``pieces`` None: a body with a length; otherwise the sizes of its chunks."""
+
+    headers: tuple[tuple[str, bytes], ...]
+    query: str
+    body: bytes
+    pieces: tuple[int, ...] | None
+
+    @property
+    def target(self) -> str:
+        return "/v1/completions" + (f"?{self.query}" if self.query else "")
+
+    @property
+    def raw(self) -> bytes:
+        lines = [f"POST {self.target} HTTP/1.1".encode(), b"Host: router"]
+        lines += [name.encode() + b": " + value for name, value in self.headers]
+        if self.pieces is None:
+            lines.append(b"Content-Length: %d" % len(self.body))
+            return b"\r\n".join(lines) + b"\r\n\r\n" + self.body
+        lines.append(b"Transfer-Encoding: chunked")
+        chunks, rest = [], self.body
+        for size in (*self.pieces, len(self.body)):
+            if piece := rest[:size]:
+                chunks.append(b"%x\r\n%b\r\n" % (len(piece), piece))
+            rest = rest[size:]
+        return b"\r\n".join(lines) + b"\r\n\r\n" + b"".join(chunks) + b"0\r\n\r\n"
+
+
+requests = st.builds(
+    Sent,
+    st.lists(st.tuples(names, values), max_size=4, unique_by=lambda header: header[0].lower()).map(
+        tuple
+    ),
+    queries,
+    texts.map(lambda text: json.dumps({"prompt": text}, ensure_ascii=False).encode()),
+    st.none() | st.lists(st.integers(1, 20), max_size=4).map(tuple),
+)
+
+
+def test_what_a_front_reads_is_what_the_router_has_read() -> None:
+    async def talk(it: Running, data: bytes, cuts: list[int]) -> bytes:
+        port = int(it.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        at = 0
+        for cut in (*sorted(cut for cut in cuts if cut < len(data)), len(data)):
+            writer.write(data[at:cut])
+            await writer.drain()
+            at = cut
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    targets: list[str] = []
+
+    async def answer(pool: FakePool, request: web.Request, seen: Seen) -> web.StreamResponse:
+        targets.append(request.raw_path)
+        return await stream(pool, request, seen)
+
+    def check(pool: FakePool, sent: list[Sent], answer: bytes) -> None:
+        found = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", answer)]
+        assert found == [200] * (len(sent) + 1), answer
+        assert targets == [one.target for one in sent]
+        for one, seen in zip(sent, pool.seen, strict=True):
+            assert seen.body == one.body
+            assert int(seen.headers["content-length"]) == len(one.body)
+            assert set(seen.headers) - OURS <= {name.lower() for name, _ in one.headers}
+            for name, value in one.headers:
+                got = seen.headers[name.lower()].encode("utf-8", "surrogateescape")
+                assert got.strip() == value.strip(b" \t")
+        assert pool.commands == []
+
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url) as it:
+            await it.ready()
+            pool.answer = answer
+            loop = asyncio.get_running_loop()
+
+            @SETTINGS
+            @given(st.lists(requests, min_size=1, max_size=3), st.lists(st.integers(1, 400)))
+            def fuzz(sent: list[Sent], cuts: list[int]) -> None:
+                pool.seen.clear()
+                targets.clear()
+                data = b"".join(one.raw for one in sent) + END
+                work = asyncio.run_coroutine_threadsafe(talk(it, data, cuts[:6]), loop)
+                check(pool, sent, work.result(20))
+
+            await asyncio.to_thread(fuzz)
+            await until(it.settled, "settled")
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())  # as long as it takes
