@@ -114,7 +114,8 @@ def add_fault_flags(parser: argparse.ArgumentParser) -> None:
         "--cb-failure-threshold",
         type=int,
         default=_BREAKER.failure_threshold,
-        help=f"so many failures in a row open it ({_BREAKER.failure_threshold})",
+        help=f"so many failures in a row open it ({_BREAKER.failure_threshold}), or twice as many "
+        "among four times as many attempts",
     )
     add(
         "--cb-window-duration-secs",

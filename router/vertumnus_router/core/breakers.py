@@ -1,9 +1,9 @@
 """Which workers are left alone for a while, for what they answered.
 
-Two reasons, kept apart. Attempts that fail one after the other open a worker's circuit breaker: it
-gets nothing for ``open_s``, then one request at a time as a probe, until enough of them came to a
-first token. Backpressure (429, 503) is no failure: the worker is paused for as long as it asked,
-or for a time that grows while it goes on.
+Two reasons, kept apart. A worker's circuit breaker opens when attempts fail one after the other, or
+half of them for long enough: it gets nothing for ``open_s``, then one request at a time as a probe,
+until enough of them came to a first token. Backpressure (429, 503) is no failure: the worker is
+paused for as long as it asked, or for a time that grows while it goes on.
 
 A breaker never leaves a request without a worker: where it would, it does not count, and that is
 counted. A pause does count, for the request can wait for its end.
@@ -21,14 +21,20 @@ from vertumnus_router.core.effects import BreakerChanged
 from vertumnus_router.core.types import BreakerState, PoolId, RequestId, WorkerId
 from vertumnus_router.core.workers import Candidate
 
+#: Attempts that are remembered, and failures among them that open a breaker: so many times those
+#: that open it in a row.
+_REMEMBERED, _TOO_MANY = 4, 2
+
 
 @dataclass(slots=True)
 class _Record:
-    """A worker that failed lately. ``failures``: when, with no success in between. ``probe``: the
-    request that a half-open breaker let through. ``paused_s``: until when."""
+    """A worker that failed lately. ``failures``: when, and how many successes there were between
+    the one before and this one; ``good``: those since the last. ``probe``: the request that a
+    half-open breaker let through. ``paused_until_s``: None while it is not paused."""
 
     candidate: Candidate
-    failures: deque[float] = field(default_factory=deque)
+    failures: deque[tuple[float, int]] = field(default_factory=deque)
+    good: int = 0
     state: BreakerState = BreakerState.CLOSED
     reason: str = ""
     open_until_s: float = 0.0
@@ -62,7 +68,11 @@ class Breakers:
     @property
     def quiet(self) -> bool:
         """Whether there is nobody to leave alone."""
-        return not self._records
+        # Not a generator: this is asked for every request.
+        for record in self._records.values():
+            if record.state is not BreakerState.CLOSED or record.paused_until_s is not None:
+                return False
+        return True
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -127,7 +137,11 @@ class Breakers:
             self._clear(record)
             reason = f"{record.successes} probe(s) in a row went well"
             return [BreakerChanged(candidate.id, BreakerState.CLOSED, reason)]
-        self._clear(record)
+        record.good += 1
+        if record.paused_until_s is None:
+            record.pauses = 0
+        if not record.failures or record.good >= self._remembered:
+            self._clear(record)
         return []
 
     def failed(
@@ -141,12 +155,16 @@ class Breakers:
             return [self._open(record, f"a probe failed: {cause}", now)]
         if record.state is not BreakerState.CLOSED:
             return []
-        record.failures.append(now)
-        while now - record.failures[0] > self._breaker.window_s:
-            record.failures.popleft()
-        if len(record.failures) < self._breaker.failure_threshold:
-            return []
-        return [self._open(record, f"{len(record.failures)} failures in a row: {cause}", now)]
+        record.failures.append((now, record.good))
+        record.good = 0
+        failures = self._forget_failures(record, now)
+        row = _row(failures)
+        if row >= self._breaker.failure_threshold:
+            return [self._open(record, f"{row} failures in a row: {cause}", now)]
+        if len(failures) >= _TOO_MANY * self._breaker.failure_threshold:
+            reason = f"{len(failures)} of the last {_attempts(failures)} attempts failed: {cause}"
+            return [self._open(record, reason, now)]
+        return []
 
     def pressed(self, candidate: Candidate, retry_after_s: float | None, now: float) -> None:
         """The worker answered that it has no room, and to come back after so long if it said."""
@@ -186,6 +204,19 @@ class Breakers:
             if record.candidate.pool.pool == pool:
                 del self._records[worker]
 
+    @property
+    def _remembered(self) -> int:
+        return _REMEMBERED * self._breaker.failure_threshold
+
+    def _forget_failures(self, record: _Record, now: float) -> deque[tuple[float, int]]:
+        """The failures that still count."""
+        failures = record.failures
+        while now - failures[0][0] > self._breaker.window_s or (
+            _attempts(failures) > self._remembered
+        ):
+            failures.popleft()
+        return failures
+
     # -- records ---------------------------------------------------------------------------------
 
     def _of(self, candidate: Candidate) -> _Record | None:
@@ -207,14 +238,14 @@ class Breakers:
         if record.paused_until_s is None:
             del self._records[record.candidate.id]
         else:
-            record.state = BreakerState.CLOSED
+            record.state, record.good = BreakerState.CLOSED, 0
             record.failures.clear()
 
     def _open(self, record: _Record, reason: str, now: float) -> BreakerChanged:
         record.state, record.reason = BreakerState.OPEN, reason
         record.open_until_s = now + self._breaker.open_s
         record.failures.clear()
-        record.probe = None
+        record.good, record.probe = 0, None
         self.opened += 1
         return BreakerChanged(record.candidate.id, record.state, reason)
 
@@ -222,3 +253,18 @@ class Breakers:
         """Between 0 and 1, so that routers with other seeds do not come back together."""
         digest = hashlib.blake2b(f"{self._seed}/{worker}/{pauses}".encode(), digest_size=4)
         return int.from_bytes(digest.digest()) / 2**32
+
+
+def _attempts(failures: deque[tuple[float, int]]) -> int:
+    """How many there were from the first of these failures to the last."""
+    return len(failures) + sum(good for _, good in failures) - failures[0][1]
+
+
+def _row(failures: deque[tuple[float, int]]) -> int:
+    """How many of the last ones had no success between them."""
+    row = 1
+    for _, good in reversed(failures):
+        if good:
+            break
+        row += 1
+    return min(row, len(failures))

@@ -180,8 +180,9 @@ class PrefixConfig:
 
 @dataclass(frozen=True, slots=True)
 class BreakerConfig:
-    """A worker whose last ``failure_threshold`` attempts all failed, within ``window_s``, gets
-    none for ``open_s``, and then one at a time until ``success_threshold`` of them went well."""
+    """A worker whose last ``failure_threshold`` attempts all failed, within ``window_s``, or half
+    of its last four times as many, gets none for ``open_s``, and then one at a time until
+    ``success_threshold`` of them went well."""
 
     enabled: bool = True
     failure_threshold: int = 10

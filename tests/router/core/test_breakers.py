@@ -93,9 +93,42 @@ def test_a_worker_that_fails_time_after_time_gets_nothing_for_a_while() -> None:
 
 def test_a_success_in_between_starts_the_count_again() -> None:
     fleet = Fleet()
-    for _ in range(5):
+    for _ in range(2):
         fleet.fail_at(BAD, 2)
         fleet.finish(fleet.send_to(BAD))
+    fleet.fail_at(BAD, 1)
+    assert fleet.worker(BAD).breaker is BreakerState.CLOSED
+
+
+def test_a_worker_that_fails_every_second_time_is_left_alone_in_the_end() -> None:
+    fleet = Fleet()
+    for _ in range(5):
+        fleet.fail_at(BAD, 1)
+        fleet.finish(fleet.send_to(BAD))
+    assert fleet.worker(BAD).breaker is BreakerState.CLOSED
+    (changed,) = fleet.fail(fleet.send_to(BAD))[:1]
+    assert isinstance(changed, BreakerChanged)
+    assert changed.state is BreakerState.OPEN
+    assert changed.reason == "6 of the last 11 attempts failed: it broke"
+    assert fleet.avoids(BAD)
+
+
+@pytest.mark.parametrize("good", [2, 3, 5])
+def test_a_worker_that_fails_now_and_then_is_not(good: int) -> None:
+    fleet = Fleet()
+    for _ in range(20):
+        fleet.fail_at(BAD, 1)
+        for _ in range(good):
+            fleet.finish(fleet.send_to(BAD))
+    assert fleet.worker(BAD).breaker is BreakerState.CLOSED
+
+
+def test_failures_of_long_ago_do_not_add_up() -> None:
+    fleet = Fleet()
+    for _ in range(20):
+        fleet.fail_at(BAD, 1)
+        fleet.finish(fleet.send_to(BAD))
+        fleet.wait(25.0)  # five of them within the window
     assert fleet.worker(BAD).breaker is BreakerState.CLOSED
 
 
