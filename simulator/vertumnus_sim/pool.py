@@ -97,7 +97,7 @@ class Pool:
         self._handing_over: dict[RequestId, Job] = {}
         hardware = self._hardware
         # By the rank that has the KV, for how many: of partitioned KV the leader, for its worker.
-        sharing = {rank: 1 for rank in range(cluster.node_gpus)}
+        sharing = dict.fromkeys(range(cluster.node_gpus), 1)
         if hardware.kv_partitioned:
             sharing = {block.leader: block.degree for block in cluster.compositions[number]}
         self.caches = {r: RankCache(hardware.kv_blocks * n) for r, n in sharing.items()}

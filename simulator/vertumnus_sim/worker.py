@@ -2,8 +2,8 @@
 
 First come, first served: a step takes what is at the head of the queue, whole prompts and the
 chunk of one, up to ``chunk_tokens`` uncached tokens. Its time is the profile's for the sum of its
-parts, ``d_C`` once. Each rank of the block ends up with all KV of it, or one has it for all of them:
-the ranks that have caches hold the same.
+parts, ``d_C`` once. Each rank of the block that has a cache ends up with all KV of it: all of them
+or, where KV is partitioned, the leader for all.
 """
 
 import math
