@@ -336,7 +336,7 @@ class Pool:
         """Bring a rank of this pool what it lacks of a prefix, from a rank of ``source``."""
         blocks = order.blocks
         to = self._holder(order.destination.rank.index)
-        at = source._holder(order.source.rank.index)
+        at = order.source.rank.index
         destination = Rank(self.id, to)
         there, here = source.caches[at], self.caches[to]
         held = here.held(blocks)

@@ -102,6 +102,15 @@ def test_a_copy_has_as_many_bytes_as_ever_over_the_links_of_the_smaller_worker(
     assert not stand.pinned()
 
 
+def test_what_goes_for_a_copy_is_the_leaders_to_the_router() -> None:
+    stand = Stand("2x2", replace(PARTITIONED, kv_blocks=8))
+    stand.submit("a", 0, 800)
+    stand.submit("b", 2, 1_000, first=50)
+    stand.timeline.at(5.0, stand.copy, rank(0), rank(3), blocks_of(0, 8))
+    stand.timeline.run()
+    assert stand.only(BlocksRemoved)[1] == BlocksRemoved(rank(2), blocks_of(58, 2)[::-1])
+
+
 def test_a_copy_between_nodes_goes_over_all_links_of_both() -> None:
     stand = Stand("2x4", PARTITIONED, pools=2)
     stand.submit("a", 0, 800)
