@@ -9,10 +9,11 @@ from vertumnus_router.core.types import Request, WorkerId
 class Job:
     """A request as the ranks of a worker have it.
 
-    ``home`` is the rank of the pool that it belongs to; ``worker`` and ``attempt`` name the
-    attempt to the router. ``done`` tokens of the prompt are computed or were cached, ``cached``
-    when it first began. ``filled`` says of each rank, by its number, how many blocks of the
-    prompt are pinned there; ``spare`` how many more it has reserved.
+    ``home`` is the rank of the pool that it belongs to, where KV is partitioned the leader of its
+    worker; ``worker`` and ``attempt`` name the attempt to the router. ``done`` tokens of the prompt
+    are computed or were cached, ``cached`` when it first began. ``filled`` says of each rank, by
+    its number, how many blocks of the prompt are pinned there; ``spare`` how many more it has
+    reserved.
     """
 
     request: Request

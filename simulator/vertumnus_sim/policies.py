@@ -9,7 +9,7 @@ from vertumnus_router.core.model import CorrectionConfig
 from vertumnus_router.core.profile import Profile
 
 from vertumnus_sim.baselines import BASELINES, make_baseline
-from vertumnus_sim.scenario import Hardware
+from vertumnus_sim.scenario import Hardware, ScenarioError
 from vertumnus_sim.settings import apply, names
 from vertumnus_sim.simulation import Router
 
@@ -38,7 +38,8 @@ def policy_config(
     name: str, settings: Mapping[str, str], hardware: Hardware, seed: int
 ) -> PolicyConfig:
     """The live router's configuration for a simulated cluster. Copies are estimated by the
-    hardware's bandwidth until they have been measured, and the controller is off unless set."""
+    hardware's bandwidth until they have been measured, and the controller is off unless set.
+    Raises ``ValueError`` for settings that are not there, or that the hardware rules out."""
     for one in ("policy", "seed"):
         if one in settings:
             # The row would name another than the one that ran.
@@ -57,7 +58,15 @@ def policy_config(
         ),
     )
     try:
-        return apply(base, settings)
+        config = apply(base, settings)
     except ValueError as exc:
         known = ", ".join(one for one in names(base) if one not in ("policy", "seed"))
         raise ValueError(f"policy {name}: {exc}. Its settings are {known}") from exc
+    if hardware.kv_partitioned and (name == "fluid" or config.controller.mode == "on"):
+        mover = "policy fluid" if name == "fluid" else "controller.mode=on"
+        raise ScenarioError(
+            f"{mover} regroups ranks, which would have to move partitioned KV: that is not "
+            "simulated. Leave hardware.kv_partitioned out, or take a policy for workers that last "
+            "(paper, late) without a controller that acts"
+        )
+    return config

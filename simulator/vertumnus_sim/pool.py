@@ -32,7 +32,7 @@ from vertumnus_router.protocol import Stages
 from vertumnus_sim.cache import RankCache
 from vertumnus_sim.jobs import Job
 from vertumnus_sim.network import Link, Network
-from vertumnus_sim.scenario import Cluster
+from vertumnus_sim.scenario import Cluster, Hardware
 from vertumnus_sim.timeline import Timeline
 from vertumnus_sim.worker import Step, StepTime, Worker
 
@@ -59,7 +59,10 @@ class _Moving:
 class _Links:
     """What a rank sends and receives through, within its node and beyond."""
 
-    def __init__(self, local_bytes_per_s: float, remote_bytes_per_s: float) -> None:
+    def __init__(self, hardware: Hardware, ranks: int = 1) -> None:
+        """Of several ranks that each carry the same part of all that goes over them."""
+        local_bytes_per_s = ranks * hardware.local_bytes_per_s
+        remote_bytes_per_s = ranks * hardware.remote_bytes_per_s
         self.local_out, self.local_in = Link(local_bytes_per_s), Link(local_bytes_per_s)
         self.remote_out, self.remote_in = Link(remote_bytes_per_s), Link(remote_bytes_per_s)
 
@@ -93,10 +96,12 @@ class Pool:
         self._count = 0
         self._handing_over: dict[RequestId, Job] = {}
         hardware = self._hardware
-        self.caches = {r: RankCache(hardware.kv_blocks) for r in range(cluster.node_gpus)}
-        self.links = {
-            r: _Links(hardware.local_bytes_per_s, hardware.remote_bytes_per_s) for r in self.caches
-        }
+        # By the rank that has the KV, for how many: of partitioned KV the leader, for its worker.
+        sharing = dict.fromkeys(range(cluster.node_gpus), 1)
+        if hardware.kv_partitioned:
+            sharing = {block.leader: block.degree for block in cluster.compositions[number]}
+        self.caches = {r: RankCache(hardware.kv_blocks * n) for r, n in sharing.items()}
+        self.links = {r: _Links(hardware, n) for r, n in sharing.items()}
         self._workers: dict[int, Worker] = {}  # by rank
         for block in cluster.compositions[number]:
             self._form(block)
@@ -105,7 +110,8 @@ class Pool:
 
     def describe(self) -> PoolJoined:
         hardware, cluster = self._hardware, self._cluster
-        tokens = hardware.kv_blocks * self._block_tokens
+        # The router knows one number for all workers of a pool: that of the smallest.
+        tokens = min(cache.capacity for cache in self.caches.values()) * self._block_tokens
         return PoolJoined(
             pool=self.id,
             size=cluster.node_gpus,
@@ -132,7 +138,8 @@ class Pool:
         """A request reaches the pool, and goes to whatever block contains its home."""
         worker = self._workers[order.home.index]
         self._count += 1
-        job = Job(request, order.home.index, order.worker, order.attempt, self._count)
+        home = self._holder(order.home.index)
+        job = Job(request, home, order.worker, order.attempt, self._count)
         if order.home.index in self._dead or self._is_dead(worker):
             self._fail(job)
             return
@@ -175,7 +182,7 @@ class Pool:
                 )
             )
             # The home alone has to do with the request from here on.
-            worker.forget(job, [rank for rank in worker.block.ranks if rank != job.home])
+            worker.forget(job, [rank for rank in job.filled if rank != job.home])
             self._hand_over(job, degree, parts[job])
         if worker.draining:
             self._stand()
@@ -188,10 +195,9 @@ class Pool:
         self._handing_over[job.request.id] = job
         waited_s = self._timeline.now - job.began_s
         size = job.request.input_tokens * hardware.kv_token_bytes
-        sent = waited_s * hardware.remote_bytes_per_s
-        left = max(last_tokens * hardware.kv_token_bytes, size - sent)
-        links = (self.links[job.home].remote_out,)
-        self._network.send(left, links, lambda: self._handed_over(job, degree))
+        link = self.links[job.home].remote_out
+        left = max(last_tokens * hardware.kv_token_bytes, size - waited_s * link.bytes_per_s)
+        self._network.send(left, (link,), lambda: self._handed_over(job, degree))
 
     def _handed_over(self, job: Job, degree: int) -> None:
         if self._handing_over.get(job.request.id) is not job:
@@ -208,6 +214,10 @@ class Pool:
 
     def regroup(self, order: Regroup) -> None:
         """Move to another composition, as soon as the blocks that end stand at a step's end."""
+        if self._hardware.kv_partitioned:
+            reason = "workers that partition their KV are not regrouped in simulations"
+            self._tell(RegroupEnded(order.plan, self.id, MoveOutcome.REFUSED, reason=reason))
+            return
         leaving = [w for w in self._living() if w.block not in order.after]
         stale = order.epoch != self._epoch or self._moving is not None
         if stale or any(self._is_dead(worker) for worker in leaving):
@@ -274,6 +284,10 @@ class Pool:
         for rank in block.ranks:
             self._workers[rank] = worker
 
+    def _holder(self, rank: int) -> int:
+        """The rank whose cache has what the router says is at ``rank``."""
+        return self._workers[rank].block.leader if self._hardware.kv_partitioned else rank
+
     def _living(self) -> list[Worker]:
         return list(dict.fromkeys(self._workers.values()))
 
@@ -321,7 +335,9 @@ class Pool:
     def copy(self, order: Copy, source: "Pool") -> None:
         """Bring a rank of this pool what it lacks of a prefix, from a rank of ``source``."""
         blocks = order.blocks
-        to, at = order.destination.rank.index, order.source.rank.index
+        to = self._holder(order.destination.rank.index)
+        at = order.source.rank.index
+        destination = Rank(self.id, to)
         there, here = source.caches[at], self.caches[to]
         held = here.held(blocks)
         missing = len(blocks) - held
@@ -340,7 +356,7 @@ class Pool:
         here.pin(blocks[:held], keep=False)
         gone = here.reserve(missing)
         if gone:
-            self._tell(BlocksRemoved(order.destination.rank, tuple(gone)))
+            self._tell(BlocksRemoved(destination, tuple(gone)))
         there.pin(blocks, keep=False)
         size = missing * self._block_tokens * self._hardware.kv_token_bytes
 
@@ -354,10 +370,10 @@ class Pool:
                 source._go_on(source._workers[at])
                 return
             parent = blocks[held - 1] if held else None
-            here.fill(parent, blocks[held:], keep=False)
+            here.fill(parent, blocks[held:], keep=not self._hardware.keep_one)
             here.unpin(blocks)
             if missing:
-                self._tell(BlocksStored(order.destination.rank, parent, blocks[held:]))
+                self._tell(BlocksStored(destination, parent, blocks[held:]))
             seconds = self._timeline.now - began_s
             transfer_s = seconds - self._hardware.copy_latency_s
             self._tell(

@@ -13,7 +13,7 @@ class ScenarioError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One GPU and its links. Every rank holds all KV of its worker, as SGLang's ranks do.
+    """One GPU, its links, and how workers keep their KV.
 
     ``kv_blocks`` of the trace's size fit a rank, a token has ``kv_token_bytes``; a step computes
     up to ``chunk_tokens`` uncached ones and takes ``noise`` (the standard deviation of its
@@ -21,6 +21,11 @@ class Hardware:
     all other ranks of the node compute as it begins. ``local_bytes_per_s`` is a rank's share of
     what connects a node, ``remote_bytes_per_s`` of what connects nodes, and prefill with decode;
     in each direction.
+
+    Every rank holds all KV of its worker, as SGLang's ranks do, and each its own cache. With
+    ``keep_one`` the copies beyond one go first; else each rank lets go of what it has used least
+    recently. ``kv_partitioned``: the ranks of a worker share its KV out evenly instead, and a
+    worker of degree C has one cache of C times as many blocks and C links. Such workers last.
     """
 
     kv_blocks: int = 1_100
@@ -31,6 +36,8 @@ class Hardware:
     local_bytes_per_s: float = 20e9
     remote_bytes_per_s: float = 20e9
     copy_latency_s: float = 0.002
+    keep_one: bool = True
+    kv_partitioned: bool = False
 
     def __post_init__(self) -> None:
         for name in (

@@ -2,7 +2,8 @@
 
 First come, first served: a step takes what is at the head of the queue, whole prompts and the
 chunk of one, up to ``chunk_tokens`` uncached tokens. Its time is the profile's for the sum of its
-parts, ``d_C`` once. Each rank of the block ends up with all KV of it.
+parts, ``d_C`` once. Each rank of the block that has a cache ends up with all KV of it: all of them
+or, where KV is partitioned, the leader for all.
 """
 
 import math
@@ -70,7 +71,7 @@ class Worker:
         self.step: Step | None = None
         #: whether it begins no further step
         self.draining = False
-        self._caches = {rank: caches[rank] for rank in block.ranks}
+        self._caches = {rank: caches[rank] for rank in block.ranks if rank in caches}
         self._names = {rank: Rank(pool, rank) for rank in block.ranks}
         self._step_time = step_time
         self._hardware = hardware
@@ -141,12 +142,16 @@ class Worker:
         if job.cached is None:
             job.cached = job.done
         for rank, cache in self._caches.items():
-            cache.pin(blocks[: held[rank]], keep=rank == job.home)
+            cache.pin(blocks[: held[rank]], keep=self._keeps(rank, job))
             job.filled[rank], job.spare[rank] = held[rank], needed - held[rank]
             if gone := cache.reserve(needed - held[rank]):
                 self._tell(BlocksRemoved(self._names[rank], tuple(gone)))
         job.begun = True
         return (longest - min(held.values())) * size
+
+    def _keeps(self, rank: int, job: Job) -> bool:
+        """Whether what the rank has of the prompt is more than surplus."""
+        return rank == job.home or not self._hardware.keep_one
 
     def _store(self, job: Job) -> None:
         """What is computed by now is cached, at every rank."""
@@ -158,7 +163,7 @@ class Worker:
             if not new:
                 continue
             parent = blocks[filled - 1] if filled else None
-            cache.fill(parent, new, keep=rank == job.home)
+            cache.fill(parent, new, keep=self._keeps(rank, job))
             job.filled[rank], job.spare[rank] = whole, job.spare[rank] - len(new)
             self._tell(BlocksStored(self._names[rank], parent, new))
 

@@ -205,7 +205,7 @@ def left_in_pools(simulation: Simulation) -> list[str]:
     found = []
     for pool in simulation._pools.values():
         for rank, worker in pool._workers.items():
-            if rank in pool._dead:
+            if rank in pool._dead or rank not in pool.caches:
                 continue
             cache, name = pool.caches[rank], Rank(pool.id, rank)
             if worker.queue or worker.step or worker.draining:

@@ -7,6 +7,7 @@ from typing import TypeVar
 import pytest
 from vertumnus_router.core.effects import Cause, Copy, Decision, Dispatch, Life, Reclaim, Regroup
 from vertumnus_router.core.events import (
+    BlocksRemoved,
     BlocksStored,
     CopyEnded,
     Event,
@@ -302,6 +303,19 @@ def test_a_copy_brings_what_is_lacking_at_the_bandwidth_of_its_way(remote: bool)
     assert stored == BlocksStored(to, BlockHash(2), blocks_of(3, 5))
     assert stand.pools[remote].caches[to.index].held(blocks_of(0, 8)) == 8
     assert not stand.pinned()
+
+
+@pytest.mark.parametrize("keep_one", [True, False])
+def test_a_copy_is_surplus_where_one_is_kept(keep_one: bool) -> None:
+    stand = Stand("4x1", replace(QUIET, kv_blocks=20, keep_one=keep_one))
+    stand.submit("a", 0, 800)
+    stand.submit("b", 1, 1_000, first=50)
+    one, other = Rank(stand.pool.id, 0), Rank(stand.pool.id, 1)
+    stand.timeline.at(5.0, stand.copy, one, other, blocks_of(0, 8))
+    stand.timeline.at(6.0, stand.submit, "c", 1, 400, 100)  # two have to go
+    stand.timeline.run()
+    _, gone = stand.only(BlocksRemoved)
+    assert gone.blocks == ((7, 6) if keep_one else (59, 58))
 
 
 def test_what_cannot_be_copied_is_refused() -> None:

@@ -103,6 +103,10 @@ def test_arguments_that_cannot_be_read_are_refused(
         (["--set", "late.window=0"], "late.window 0: must be 1 or more"),
         (["--set", "late.window=many"], "late.window=many: not a value of type int"),
         (["--set", "hardware.kv_blocks=0"], "kv_blocks 0: must be above 0"),
+        (
+            ["--set", "hardware.kv_partitioned=true", "--policy", "fluid"],
+            "policy fluid regroups ranks, which would have to move partitioned KV",
+        ),
         (["--composition", "3x1"], "composition '3x1' has 3 GPUs, not 4"),
         (["--composition", "1x8"], "'1x8' is not COUNTxDEGREE with a degree of 1, 2, 4"),
         (["--degrees", "3"], "a degree is a power of two"),

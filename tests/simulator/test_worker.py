@@ -158,6 +158,18 @@ def test_every_rank_of_the_block_holds_all_and_the_home_keeps_it() -> None:
     assert gone == {0: (4, 3, 2, 1), 1: (54, 53, 52, 51)}  # each the other's
 
 
+def test_without_keep_one_the_least_recently_used_goes_at_every_rank() -> None:
+    hardware = replace(QUIET, kv_blocks=12, keep_one=False)
+    bench = Bench(degree=2, hardware=hardware)
+    bench.serve(run(0, 5), home=1)
+    bench.serve(run(50, 5), home=0)
+    bench.told.clear()
+    bench.serve(run(90, 6), home=0)
+    gone = [event for event in bench.told if isinstance(event, BlocksRemoved)]
+    oldest = tuple(map(BlockHash, (4, 3, 2, 1)))
+    assert gone == [BlocksRemoved(Rank(POOL, rank), oldest) for rank in (0, 1)]
+
+
 def test_what_only_some_ranks_hold_is_copied_first() -> None:
     bench = Bench()
     bench.serve(run(0, 6))

@@ -3,12 +3,19 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from vertumnus_bench.study.contenders import FLUID, NO_PULL, PAPER
+from vertumnus_bench.study.contenders import FLUID, LATE, NO_PULL, PAPER
 
 SWITCH = "switch, ms"
 BANDWIDTH = "bandwidth, GB/s"
 NOISE = "noise of a step, %"
 MEMORY = "KV blocks per GPU"
+#: How workers may keep their KV other than as they do: who has it, and what a plot calls it.
+_LAYOUTS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    (LATE, "", {}),
+    (LATE, ", KV partitioned", {"hardware.kv_partitioned": "true"}),
+    (PAPER, ", KV partitioned", {"hardware.kv_partitioned": "true"}),
+    (FLUID, ", all copies alike", {"hardware.keep_one": "false"}),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +53,10 @@ def variants(*, quick: bool) -> list[Variant]:
             )
             for name in (FLUID, PAPER):
                 found.append(Variant(assumption, value, name, name, setting))
+            if assumption == MEMORY:
+                for name, suffix, layout in _LAYOUTS:
+                    both = {**setting, **layout}
+                    found.append(Variant(assumption, value, name + suffix, name, both))
     return found
 
 

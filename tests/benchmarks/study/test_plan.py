@@ -5,7 +5,7 @@ from vertumnus_bench.study.contenders import CONTENDERS, LATE, OVER_TIME, Conten
 from vertumnus_bench.study.loads import LOADS, QUICK_LOADS
 from vertumnus_bench.study.plan import TUNING_SEED, full_plan, quick_plan
 from vertumnus_bench.study.point import DEGREES, GPUS, NODE_GPUS, StudyError
-from vertumnus_bench.study.sensitivity import BANDWIDTH, SWITCH, variants
+from vertumnus_bench.study.sensitivity import BANDWIDTH, MEMORY, SWITCH, variants
 from vertumnus_bench.study.tuning import Choice
 from vertumnus_router.profiles import load_profile
 from vertumnus_sim import settings
@@ -18,11 +18,14 @@ _BY_NAME = {contender.name: contender for contender in _ALL}
 
 def check(of: Contender, given: dict[str, str]) -> None:
     """Raises ``ValueError`` unless the simulator takes these settings."""
-    for part, prefix in ((Hardware(), "hardware."), (Delays(), "delays.")):
-        own = {n.removeprefix(prefix): v for n, v in given.items() if n.startswith(prefix)}
-        settings.apply(part, own)
+
+    def own(prefix: str) -> dict[str, str]:
+        return {n.removeprefix(prefix): v for n, v in given.items() if n.startswith(prefix)}
+
+    settings.apply(Delays(), own("delays."))
+    hardware = settings.apply(Hardware(), own("hardware."))
     policy = {n: v for n, v in given.items() if not n.startswith(("hardware.", "delays."))}
-    make_router(of.policy, policy, load_profile("qwen3-30b-a3b-h20"), Hardware(), 0)
+    make_router(of.policy, policy, load_profile("qwen3-30b-a3b-h20"), hardware, 0)
 
 
 @pytest.mark.parametrize("name", _BY_NAME)
@@ -65,6 +68,17 @@ def test_what_is_called_without_pull_does_not_pull() -> None:
     }
     assert pulling["fluid without pull"] == "false"
     assert pulling["fluid"] is None and _BY_NAME["fluid"].settings["prefix.pull"] == "true"
+
+
+def test_layouts_of_kv_differ_in_one_thing_at_both_sizes_of_memory() -> None:
+    found = {(v.series, v.value): v for v in variants(quick=False) if v.assumption == MEMORY}
+    others = [(series, value) for series, value in found if ", " in series]
+    assert len(others) == 6
+    for series, value in others:
+        plain, other = found[series.partition(", ")[0], value], found[series, value]
+        assert plain.contender == other.contender
+        assert len(other.settings.items() - plain.settings.items()) == 1
+        assert plain.settings.items() < other.settings.items()
 
 
 def test_contenders_are_tuned_at_the_highest_load_or_at_each() -> None:
