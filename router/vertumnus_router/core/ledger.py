@@ -87,6 +87,8 @@ class Ledger:
         self._where: dict[RequestId, WorkerId] = {}
         #: the reservations that will leave blocks, by the first of them
         self._leaving: dict[BlockHash, dict[RequestId, Reservation]] = {}
+        #: grows with every change of what prefills will leave
+        self.version = 0
 
     def __len__(self) -> int:
         return len(self._where)
@@ -119,6 +121,7 @@ class Ledger:
         self._where[request] = worker
         if blocks:
             self._leaving.setdefault(blocks[0], {})[request] = reservation
+            self.version += 1
 
     def start(self, request: RequestId, now: float) -> None:
         """The prefill of ``request`` began; a second start changes nothing."""
@@ -148,6 +151,7 @@ class Ledger:
             del alike[request]
             if not alike:
                 del self._leaving[reservation.blocks[0]]
+            self.version += 1
         if not account.reserved:
             del self._accounts[worker]  # idle: no rounding error may remain
             return reservation
@@ -216,9 +220,13 @@ class Ledger:
         that will leave none."""
         depths: dict[WorkerId, int] = {}
         if blocks and blocks[0] in self._leaving:
+            count = len(blocks)
             for one in self._leaving[blocks[0]].values():
-                depth = shared_depth(one.blocks, blocks)
-                depths[one.worker] = max(depth, depths.get(one.worker, 0))
+                depth, theirs = depths.get(one.worker, 1), one.blocks
+                # Most share a first block that all prompts begin with, and no more.
+                if depth < count and depth < len(theirs) and theirs[depth] == blocks[depth]:
+                    depth = shared_depth(theirs, blocks)
+                depths[one.worker] = depth
         return depths
 
     def _account_of(self, request: RequestId) -> _Account | None:

@@ -121,13 +121,14 @@ class Placement:
         """R and P, uncached and cached tokens, with the longest prefix that any candidate has."""
         candidates, request = self._policy.candidates(self._membership), entry.request
         match = self.match(entry)
-        cached = 0
+        cached, least = 0, len(request.blocks)
         for block_tokens, ranks in candidates.ranks_by_block.items():
-            depth = min(match.longest(ranks), usable_blocks(request, block_tokens))
-            cached = max(cached, depth * block_tokens)
+            held = match.longest(ranks)
+            least = min(least, held)
+            cached = max(cached, min(held, usable_blocks(request, block_tokens)) * block_tokens)
         if self._policy.counts_in_flight:
             for worker, coming in self._coming(entry, candidates).items():
-                if worker in candidates.at_worker:
+                if coming > least and worker in candidates.at_worker:
                     at = candidates.at_worker[worker]
                     block_tokens = candidates.each[at].pool.block_tokens
                     depth = min(coming, usable_blocks(request, block_tokens))
@@ -153,19 +154,26 @@ class Placement:
         copied there is done; mostly nobody gets any. Workers that are no candidates may be named.
         """
         blocks = entry.request.blocks
-        coming = self._ledger.computing(blocks)
-        for slot, depth in self._transfers.incoming(blocks).items():
+        if entry.computing is None or entry.computing_version != self._ledger.version:
+            entry.computing = self._ledger.computing(blocks)
+            entry.computing_version = self._ledger.version
+        incoming = self._transfers.incoming(blocks)
+        if not incoming:
+            return entry.computing
+        coming = dict(entry.computing)
+        for slot, depth in incoming.items():
             if slot in candidates.at_slot:
                 worker = candidates.ids[candidates.at_slot[slot]]
                 coming[worker] = max(depth, coming.get(worker, 0))
         return coming
 
-    def _coming_at(self, entry: Entry, lanes: Lanes) -> Mapping[int, int]:
-        """The same by lane."""
+    def _coming_at(self, entry: Entry, lanes: Lanes, stored: Sequence[int]) -> Mapping[int, int]:
+        """The same by lane, where it is more than the blocks that are ``stored`` there."""
         found: dict[int, int] = {}
         for worker, depth in self._coming(entry, lanes.candidates).items():
             for at in lanes.sharing(worker):
-                found[at] = max(depth, found.get(at, 0))
+                if depth > stored[at]:
+                    found[at] = max(depth, found.get(at, 0))
         return found
 
     def quotes(self, entry: Entry, lanes: Lanes, now: float) -> Quotes | None:
@@ -182,12 +190,12 @@ class Placement:
         stored = match.longest_each(candidates.ranks)
         coming: Mapping[int, int] = {}
         if self._pulls.enabled or self._policy.counts_in_flight:
-            coming = self._coming_at(entry, lanes)
+            coming = self._coming_at(entry, lanes, stored)
         depths = stored
         if coming and self._policy.counts_in_flight:
             depths = stored.copy()
             for at, depth in coming.items():
-                depths[at] = max(depth, depths[at])
+                depths[at] = depth
         queue_s, each, kind_of = lanes.queue_s.copy(), candidates.each, candidates.kind_of
         idle_gpu_s = None if lanes.idle_gpu_s is None else lanes.idle_gpu_s.copy()
         if len(eligible) < len(candidates):
@@ -205,15 +213,15 @@ class Placement:
         alike: list[Alike] = list(has)
         if self._pulls.enabled:
             pulls = self._pulls.terms(entry.request, match, each, stored, coming, now)
-            self._pull_instead(basis, offers, alike, pulls)
+            for pull, positions in pulls:
+                self._pull_instead(basis, offers, alike, pull, positions)
         prices = {one: (offer.service_j, offer.extra_j) for one, offer in offers.items()}
-        totals = []
-        for q, one in zip(queue_s, alike, strict=True):
-            service_j, extra_j = prices[one]
-            totals.append(q + service_j + extra_j)
+        each_price = map(prices.__getitem__, alike)
+        totals = [q + service_j + extra_j for q, (service_j, extra_j) in zip(queue_s, each_price)]
         if idle_gpu_s is not None:
-            for at, one in enumerate(alike):
-                totals[at] += offers[one].lam * idle_gpu_s[at]
+            lams = {one: offer.lam for one, offer in offers.items()}
+            each_lam = map(lams.__getitem__, alike)
+            totals = [j + lam * idle for j, lam, idle in zip(totals, each_lam, idle_gpu_s)]
         choice = pick(entry.id, each, totals, self._tie_s, self._seed)
         return Quotes(
             request=entry.id,
@@ -236,18 +244,20 @@ class Placement:
         basis: _Basis,
         offers: dict[Alike, Offer],
         alike: list[Alike],
-        pulls: Sequence[PullTerms | None],
+        pull: PullTerms,
+        positions: Sequence[int],
     ) -> None:
-        """Let candidates have a prefix copied to them first where that is faster."""
-        for at, pull in enumerate(pulls):
-            if pull is None:
-                continue
+        """Let the candidates at ``positions`` have a prefix copied first where that is faster."""
+        faster: dict[Alike, Alike] = {}
+        for at in positions:
             plain = alike[at]
-            pulled = plain[0], pull
-            if pulled not in offers:
-                offers[pulled] = self._pulled(basis, plain[0], pull)
-            if offers[pulled].service_s < offers[plain].service_s:
-                alike[at] = pulled
+            if plain not in faster:
+                pulled = plain[0], pull
+                if pulled not in offers:
+                    offers[pulled] = self._pulled(basis, plain[0], pull)
+                gains = offers[pulled].service_s < offers[plain].service_s
+                faster[plain] = pulled if gains else plain
+            alike[at] = faster[plain]
 
     def _basis(
         self,

@@ -68,16 +68,19 @@ class Pulls:
         stored: Sequence[int],
         coming: Mapping[int, int],
         now: float,
-    ) -> list[PullTerms | None]:
-        """By candidate, the copy that would leave it with the longest prefix that any rank holds.
-        None where it holds as much, gets more of it already, or no copy can go there now.
+    ) -> list[tuple[PullTerms, list[int]]]:
+        """The copies that would leave candidates with the longest prefix that any rank holds, and
+        their positions. Without those that hold as much, get more than they hold already, or that
+        no copy can go to now.
 
         ``stored``: how many blocks of the prompt a rank of each candidate holds; ``coming``: by
-        position, how many one will when what is being computed or copied there is done.
+        position, how many one will when what is being computed or copied there is done, where
+        that is more.
         """
-        found: list[PullTerms | None] = [None] * len(candidates)
-        if not match.longest(-1):
-            return found
+        most = match.longest(-1)
+        lacking = [at for at, held in enumerate(stored) if held < most and at not in coming]
+        if not lacking:
+            return []
         giving, taking = self._transfers.giving(), self._transfers.taking()
         full = sum(1 << slot for slot, taken in taking.items() if taken >= self._per_rank)
         sources_of: dict[tuple[int, int], _Sources | None] = {}
@@ -94,17 +97,20 @@ class Pulls:
             return None if best is None else best[0]
 
         # Ranks of one pool that hold as much are alike, unless they are full or a copy has failed.
-        known: dict[tuple[PoolId, int], PullTerms | None] = {}
-        for at, (candidate, held) in enumerate(zip(candidates, stored, strict=True)):
-            if coming and coming.get(at, 0) > held:
-                continue
-            if candidate.ranks & full or self._transfers.any_failed:
-                found[at] = terms_at(candidate, held)
-                continue
-            key = candidate.pool.pool, held
-            if key not in known:
-                known[key] = terms_at(candidate, held)
-            found[at] = known[key]
+        groups: dict[tuple[PoolId, int], list[int]] = {}
+        alone: list[list[int]] = []
+        any_failed = self._transfers.any_failed
+        for at in lacking:
+            candidate = candidates[at]
+            if any_failed or candidate.ranks & full:
+                alone.append([at])
+            else:
+                groups.setdefault((candidate.pool.pool, stored[at]), []).append(at)
+        found: list[tuple[PullTerms, list[int]]] = []
+        for group in (*groups.values(), *alone):
+            terms = terms_at(candidates[group[0]], stored[group[0]])
+            if terms is not None:
+                found.append((terms, group))
         return found
 
     def find(
@@ -138,7 +144,7 @@ class Pulls:
                 ranked.append((given, self._ledger.queue_s(peer.worker, now), slot, peer))
         if not ranked:
             return None
-        ranked.sort(key=lambda one: one[:3])
+        ranked.sort()  # by three of them: no two have the same slot
         return _Sources(depth, [peer for *_, peer in ranked])
 
     def _best(

@@ -8,7 +8,7 @@ only place where phases change, so it is the only place where any of this is rel
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -71,6 +71,9 @@ class Entry:
     #: the match in the index and the version of the index that it is good for
     match: PrefixMatch | None = None
     match_version: int = -1
+    #: by worker, how many of its blocks unfinished prefills leave, and the ledger's version
+    computing: Mapping[WorkerId, int] | None = None
+    computing_version: int = -1
 
     @property
     def id(self) -> RequestId:
