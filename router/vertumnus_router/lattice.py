@@ -5,15 +5,15 @@ blocks of a pool serve, written ``2x1,1x2`` (two workers of degree 1, then one o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 
 class CompositionError(ValueError):
     """The composition cannot be laid out on the pool; the message says what would fit."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Block:
+class Block(msgspec.Struct, frozen=True, order=True, gc=False):
     """``degree`` ranks from ``first`` on; the lowest rank leads."""
 
     first: int

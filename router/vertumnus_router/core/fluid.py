@@ -6,20 +6,23 @@ the moves take, and what ranks wait for each other, is part of the price.
 """
 
 from dataclasses import dataclass
+from itertools import repeat
 
 from vertumnus_router.core.config import FluidConfig
 from vertumnus_router.core.effects import Effect, PlanEnded
 from vertumnus_router.core.events import PoolJoined, ReconfigureRequested
 from vertumnus_router.core.lanes import Lanes
 from vertumnus_router.core.ledger import Ledger
-from vertumnus_router.core.membership import Membership, slots
+from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.moves import plan, surround
 from vertumnus_router.core.regroups import Regroups
 from vertumnus_router.core.types import PlanId, PoolId, WorkerId
 from vertumnus_router.core.workers import Candidates
-from vertumnus_router.lattice import Block
+from vertumnus_router.lattice import Block, lattice
 
 _Composition = tuple[Block, ...]
+#: The composition nearest to another one that has a certain block, and the moves to it.
+_Way = tuple[_Composition, int]
 PLAN_PREFIX = "fluid-"
 #: Behind everything that could come, and still a number.
 _NEVER_S = 1e6
@@ -30,12 +33,21 @@ _MOST_DOUBLINGS = 10
 class Shape:
     """What of the lanes of a lattice stays as long as its ranks do.
 
-    By lane: the slots of its ranks, and its rivals, the lanes that share a rank with it.
+    By lane: the places of its ranks among those of all pools, one pool after the other, and its
+    rivals, the lanes that share a rank with it.
     """
 
     def __init__(self, candidates: Candidates) -> None:
         self.candidates = candidates
-        self.slots = tuple(tuple(slots(ranks)) for ranks in candidates.ranks)
+        first_of: dict[PoolId, int] = {}
+        self.ranks = 0
+        for pool in candidates.pools:
+            first_of[pool.pool] = self.ranks
+            self.ranks += pool.size
+        self.places: list[slice] = []
+        for one in candidates.each:
+            first = first_of[one.pool.pool] + one.block.first
+            self.places.append(slice(first, first + one.degree))
         self.rivals = tuple(
             tuple(r for r, theirs in enumerate(candidates.ranks) if r != at and theirs & ranks)
             for at, ranks in enumerate(candidates.ranks)
@@ -49,14 +61,14 @@ class Shape:
 class BlockLanes(Lanes):
     """Lanes that share ranks.
 
-    ``free_s`` by slot is when the rank is free, ``wait_s`` of a lane when its pool can be moved;
+    ``free_s`` by place is when the rank is free, ``wait_s`` of a lane when its pool can be moved;
     then the moves that lead to it take ``switch_s``, ``step_s`` each.
     ``open`` and ``formable`` are ``serves`` and ``forms`` by lane.
     """
 
     shape: Shape
     step_s: float
-    free_s: dict[int, float]
+    free_s: list[float]
     wait_s: list[float]
     switch_s: list[float]
     idle_s: list[float]
@@ -80,8 +92,8 @@ class BlockLanes(Lanes):
     def plan(self, at: int, service_s: float, uncached_tokens: int, binds: bool) -> None:
         Lanes.plan(self, at, service_s, uncached_tokens, binds)
         end_s = self.queue_s[at]
-        for slot in self.shape.slots[at]:
-            self.free_s[slot] = end_s
+        places = self.shape.places[at]
+        self.free_s[places] = repeat(end_s, self.candidates.each[at].degree)
         self.wait_s[at] = self.switch_s[at] = self.idle_s[at] = 0.0  # borne by the first
         for rival in self.shape.rivals[at]:
             if self.open[rival]:
@@ -92,7 +104,7 @@ class BlockLanes(Lanes):
 
     def settle(self, at: int) -> None:
         """Let begin and idle time of a lane follow from when its ranks are free."""
-        free_s = [self.free_s[slot] for slot in self.shape.slots[at]]
+        free_s = self.free_s[self.shape.places[at]]
         begin_s, switch_s = max(free_s), self.switch_s[at]
         self.queue_s[at] = max(begin_s, self.wait_s[at]) + switch_s
         # The way there, and somebody's way back.
@@ -111,7 +123,8 @@ class FluidLanes:
         self._regroups = regroups
         self._shape: Shape | None = None
         self._plans = 0
-        self._ways: dict[tuple[_Composition, Block, tuple[int, ...]], tuple[_Composition, int]] = {}
+        #: by composition and ladder
+        self._ways: dict[tuple[_Composition, tuple[int, ...]], dict[Block, _Way]] = {}
 
     def now(self, now: float) -> BlockLanes:
         candidates = self._membership.lattice
@@ -125,7 +138,7 @@ class FluidLanes:
             self._ledger.loads(ids),
             self._shape,
             self._config.step_s if self._regroups.step_s is None else self._regroups.step_s,
-            dict.fromkeys(candidates.at_slot, 0.0),
+            [0.0] * self._shape.ranks,
             [0.0] * count,
             [0.0] * count,
             [0.0] * count,
@@ -166,10 +179,13 @@ class FluidLanes:
             lanes.open[at] = worker.serving
             if not worker.serving or lanes.loads[at][0]:
                 busy.add(at)
-            for slot in lanes.shape.slots[at]:
-                lanes.free_s[slot] = lanes.queue_s[at]
+            places = lanes.shape.places[at]
+            lanes.free_s[places] = repeat(lanes.queue_s[at], worker.candidate.degree)
         destination = self._regroups.destination(pool.pool)
         current = None if destination is not None else self._regroups.composition(pool)
+        if current is not None and not self._membership.movable(pool):
+            current = None
+        ways = {} if current is None else self._ways_from(current, pool)
         rest_s = self._rest_s(pool.pool, now)
         step_s = lanes.step_s
         for at in mine:
@@ -179,11 +195,12 @@ class FluidLanes:
             if destination is not None:
                 lanes.wait_s[at] = step_s
                 lanes.switch_s[at] = 0.0 if block in destination else step_s
-            elif current is None or not self._membership.movable(pool):
+            elif current is None:
                 lanes.wait_s[at] = _NEVER_S
             else:
                 lanes.wait_s[at] = rest_s
-                lanes.switch_s[at] = self._way(current, block, pool)[1] * step_s
+                way = ways.get(block) or self._way(current, block, pool)
+                lanes.switch_s[at] = way[1] * step_s
                 lanes.formable[at] = not rest_s and busy.isdisjoint(lanes.shape.rivals[at])
             lanes.settle(at)
 
@@ -195,14 +212,15 @@ class FluidLanes:
         rest_s = self._config.rest_s * 2.0 ** min(count - 1, _MOST_DOUBLINGS)
         return max(0.0, last_s + rest_s - now)
 
-    def _way(
-        self, current: _Composition, block: Block, pool: PoolJoined
-    ) -> tuple[_Composition, int]:
+    def _way(self, current: _Composition, block: Block, pool: PoolJoined) -> _Way:
         """The composition nearest to ``current`` that has ``block``, and the moves to it."""
-        key = current, block, pool.degrees
-        found = self._ways.get(key)
+        ways = self._ways_from(current, pool)
+        found = ways.get(block)
         if found is None:
             target = surround(current, block, pool.degrees)
-            found = target, len(plan(current, target, pool.degrees))
-            self._ways[key] = found
+            found = ways[block] = target, len(plan(current, target, pool.degrees))
         return found
+
+    def _ways_from(self, current: _Composition, pool: PoolJoined) -> dict[Block, _Way]:
+        """Those that are known."""
+        return self._ways.setdefault((current, pool.degrees), {})
