@@ -5,6 +5,7 @@ Figures are simulated, never measured. The same arguments give the same figures,
 """
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def _run(options: argparse.Namespace) -> Row:
         deadlines_s=tuple(options.slo),
         warm_up=options.warm_up,
     )
+    gc.freeze()  # the workload is there to the end: look for no garbage in it
     return simulate(run, requests[: options.requests], profile)
 
 

@@ -24,28 +24,30 @@ class RankCache:
         self._keeps: set[BlockHash] = set()  # of the pinned ones, those that stay as kept
         self._kept: _Order = OrderedDict()  # least recently used first
         self._surplus: _Order = OrderedDict()
-        self._parents: dict[BlockHash, BlockHash | None] = {}
+        self._parents: dict[BlockHash, BlockHash | None] = {}  # of all that are here
 
     def __len__(self) -> int:
-        return len(self._pins) + len(self._kept) + len(self._surplus)
+        return len(self._parents)
 
     def __contains__(self, block: BlockHash) -> bool:
-        return block in self._kept or block in self._pins or block in self._surplus
+        return block in self._parents
 
     @property
     def pinned(self) -> int:
         """How many blocks are pinned."""
         return len(self._pins)
 
-    def is_pinned(self, block: BlockHash) -> bool:
-        return block in self._pins
+    def unpinned(self, blocks: Sequence[BlockHash]) -> int:
+        """How many of the blocks are not pinned."""
+        return len(blocks) - sum(map(self._pins.__contains__, blocks))
 
     def held(self, blocks: Sequence[BlockHash]) -> int:
         """How many blocks of the chain are here, from the first on."""
+        here = self._parents
         low, high = 0, len(blocks)
         while low < high:
             middle = (low + high) // 2
-            if blocks[middle] in self:
+            if blocks[middle] in here:
                 low = middle + 1
             else:
                 high = middle
@@ -91,7 +93,7 @@ class RankCache:
         """Make room for so many blocks, which must fit; what had to go for it."""
         self.reserved += blocks
         gone: list[BlockHash] = []
-        while len(self) + self.reserved > self.capacity:
+        for _ in range(len(self) + self.reserved - self.capacity):
             order = self._surplus or self._kept
             block, _ = order.popitem(last=False)
             del self._parents[block]
@@ -107,7 +109,7 @@ class RankCache:
         self.reserved -= len(blocks)
         pins, parents = self._pins, self._parents
         for block in blocks:
-            if block in self:
+            if block in parents:
                 self.pin((block,), keep)
             else:
                 pins[block] = 1

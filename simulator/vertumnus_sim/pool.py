@@ -342,7 +342,7 @@ class Pool:
         held = here.held(blocks)
         missing = len(blocks) - held
         began_s = self._timeline.now
-        pinned_anew = sum(1 for block in blocks[:held] if not here.is_pinned(block))
+        pinned_anew = here.unpinned(blocks[:held])
         fault = None
         if to in self._dead or at in source._dead:
             fault = "a rank died"

@@ -131,7 +131,7 @@ class Worker:
         held = {rank: min(cache.held(blocks), usable) for rank, cache in self._caches.items()}
         needed = -(-job.request.input_tokens // size)
         for rank, cache in self._caches.items():
-            pinned_anew = sum(1 for block in blocks[: held[rank]] if not cache.is_pinned(block))
+            pinned_anew = cache.unpinned(blocks[: held[rank]])
             if not cache.fits(pinned_anew + needed - held[rank]):
                 return None
         longest = max(held.values())
