@@ -18,7 +18,7 @@ from vertumnus_router.core.moves import plan, surround
 from vertumnus_router.core.regroups import Regroups
 from vertumnus_router.core.types import PlanId, PoolId, WorkerId
 from vertumnus_router.core.workers import Candidates
-from vertumnus_router.lattice import Block, lattice
+from vertumnus_router.lattice import Block
 
 _Composition = tuple[Block, ...]
 #: The composition nearest to another one that has a certain block, and the moves to it.

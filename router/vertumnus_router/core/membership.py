@@ -70,6 +70,9 @@ class _Pool:
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     drain: Drain = NO_DRAIN
     leaving: str | None = None
+    peers: tuple[Peer, ...] = ()
+    #: its part of the lattice; None until somebody asks
+    lattice: tuple[Candidate, ...] | None = None
 
 
 class Membership:
@@ -86,13 +89,15 @@ class Membership:
         self._slots = 0
         self._workers: tuple[Worker, ...] = ()
         self._out: tuple[Worker, ...] = ()
-        self._candidates = Candidates(())
+        self._serving: tuple[Candidate, ...] = ()
+        self._candidates: Candidates | None = None
         self._draining: tuple[Candidate, ...] = ()
         self._serving_ranks = 0
         self._ladder: tuple[int, ...] = ()
         self._joined: tuple[PoolJoined, ...] = ()
         self._peers: dict[int, Peer] = {}
         self._alike: dict[tuple[int, int], int] = {}
+        self._peers_of: dict[PoolId, int] = {}
         self._lattice = Candidates(())
         self._lattice_keys: tuple[tuple[Candidate, ...], ...] = ()
         self._lattice_is_new = True
@@ -100,11 +105,13 @@ class Membership:
     @property
     def serving(self) -> tuple[Candidate, ...]:
         """The committed blocks: every worker that takes requests."""
-        return self._candidates.each
+        return self._serving
 
     @property
     def candidates(self) -> Candidates:
         """The same in columns. Another object after every change."""
+        if self._candidates is None:
+            self._candidates = Candidates(self._serving)
         return self._candidates
 
     @property
@@ -126,6 +133,11 @@ class Membership:
     def alike(self) -> Mapping[tuple[int, int], int]:
         """The same ranks by geometry, masks: those that can copy from each other."""
         return self._alike
+
+    @property
+    def peers_of(self) -> Mapping[PoolId, int]:
+        """The same ranks by pool, masks."""
+        return self._peers_of
 
     @property
     def serving_ranks(self) -> int:
@@ -185,7 +197,10 @@ class Membership:
         moved (``movable``) all blocks of living ranks, of any other those that work. The same
         object as long as that is so, however a pool that can be moved is composed."""
         if not self._lattice_is_new:
-            keys = tuple(map(self._possible, self._pools.values()))
+            for pool in self._pools.values():
+                if pool.lattice is None:
+                    pool.lattice = self._possible(pool)
+            keys = tuple(pool.lattice or () for pool in self._pools.values())
             if keys != self._lattice_keys:
                 self._lattice_keys = keys
                 self._lattice = Candidates(tuple(c for each in keys for c in each))
@@ -358,47 +373,49 @@ class Membership:
             pool.joined, pool.ranks, pool.workers, self._rules, pool.drain, pool.leaving
         )
         pool.workers = {worker.id: worker for worker in derived}
+        pool.peers = tuple(_find_peers(pool))
+        pool.lattice = None
         self._publish()
         return Change(name, void)
 
     def _publish(self) -> None:
         self._workers = tuple(w for pool in self._pools.values() for w in pool.workers.values())
         self._out = tuple(w for w in self._workers if not w.serving)
-        self._candidates = Candidates(tuple(w.candidate for w in self._workers if w.serving))
+        self._serving = tuple(w.candidate for w in self._workers if w.serving)
+        self._candidates = None
         self._joined = tuple(pool.joined for pool in self._pools.values())
         draining = (w.candidate for w in self._workers if w.state is WorkerState.DRAINING)
         self._draining = tuple(c for c in draining if not self.is_leaving(c.pool.pool))
         self._serving_ranks = sum(candidate.degree for candidate in self.serving)
         degrees = {degree for pool in self.pools for degree in pool.degrees}
         priced = (degree for degree in degrees if self._rules.degree_fault(degree) is None)
-        self._ladder = tuple(sorted(priced))
-        self._peers = {peer.slot: peer for peer in self._find_peers()}
+        ladder = tuple(sorted(priced))
+        if ladder != self._ladder:
+            self._ladder = ladder
+            for pool in self._pools.values():
+                pool.lattice = None  # another one may be movable now
+        self._peers = {p.slot: p for pool in self._pools.values() for p in pool.peers}
         self._lattice_is_new = False
-        self._alike = {}
-        for slot, peer in self._peers.items():
-            self._alike[peer.geometry] = self._alike.get(peer.geometry, 0) | 1 << slot
-
-    def _find_peers(self) -> Iterator[Peer]:
+        self._alike, self._peers_of = {}, {}
         for name, pool in self._pools.items():
-            if not pool.joined.kv_token_bytes:
-                continue
-            for record in pool.ranks:
-                report = record.report
-                if report is None or record.lost is not None:
-                    continue
-                worker = worker_id(name, report.block)
-                known = pool.workers.get(worker)
-                if known is None or known.state not in (WorkerState.LOST, WorkerState.REFUSED):
-                    life = Life(report.rank, report.incarnation)
-                    yield Peer(life, record.slot, worker, pool.joined)
+            ranks, alike = sum(1 << peer.slot for peer in pool.peers), geometry(pool.joined)
+            self._peers_of[name] = ranks
+            if ranks:
+                self._alike[alike] = self._alike.get(alike, 0) | ranks
 
 
-def slots(ranks: int) -> Iterator[int]:
-    """The slots in a mask of ranks, ascending."""
-    while ranks:
-        lowest = ranks & -ranks
-        yield lowest.bit_length() - 1
-        ranks ^= lowest
+def _find_peers(pool: _Pool) -> Iterator[Peer]:
+    """The ranks of a pool that can copy prefixes."""
+    if not pool.joined.kv_token_bytes:
+        return
+    for record in pool.ranks:
+        report = record.report
+        if report is None or record.lost is not None:
+            continue
+        worker = worker_id(pool.joined.pool, report.block)
+        known = pool.workers.get(worker)
+        if known is None or known.state not in (WorkerState.LOST, WorkerState.REFUSED):
+            yield Peer(Life(report.rank, report.incarnation), record.slot, worker, pool.joined)
 
 
 def _claim(report: RankReported) -> tuple[object, ...]:

@@ -61,9 +61,8 @@ class Candidates:
         #: by slot of a rank, the first that has it
         self.at_slot: dict[int, int] = {}
         for at, ranks in enumerate(self.ranks):
-            for slot in range(ranks.bit_length()):
-                if ranks >> slot & 1:
-                    self.at_slot.setdefault(slot, at)
+            for slot in slots(ranks):
+                self.at_slot.setdefault(slot, at)
         kinds = [(candidate.degree, candidate.pool.block_tokens) for candidate in each]
         self.kinds = tuple(dict.fromkeys(kinds))
         self.kind_of = tuple(map(self.kinds.index, kinds))
@@ -84,6 +83,14 @@ class Candidates:
 
     def __len__(self) -> int:
         return len(self.each)
+
+
+def slots(ranks: int) -> Iterator[int]:
+    """The slots in a mask of ranks, ascending."""
+    while ranks:
+        lowest = ranks & -ranks
+        yield lowest.bit_length() - 1
+        ranks ^= lowest
 
 
 @dataclass(frozen=True, slots=True)
