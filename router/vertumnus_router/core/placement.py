@@ -217,11 +217,13 @@ class Placement:
                 self._pull_instead(basis, offers, alike, pull, positions)
         prices = {one: (offer.service_j, offer.extra_j) for one, offer in offers.items()}
         each_price = map(prices.__getitem__, alike)
-        totals = [q + service_j + extra_j for q, (service_j, extra_j) in zip(queue_s, each_price)]
+        parts = zip(queue_s, each_price, strict=True)
+        totals = [q + service_j + extra_j for q, (service_j, extra_j) in parts]
         if idle_gpu_s is not None:
             lams = {one: offer.lam for one, offer in offers.items()}
             each_lam = map(lams.__getitem__, alike)
-            totals = [j + lam * idle for j, lam, idle in zip(totals, each_lam, idle_gpu_s)]
+            waits = zip(totals, each_lam, idle_gpu_s, strict=True)
+            totals = [j + lam * idle for j, lam, idle in waits]
         choice = pick(entry.id, each, totals, self._tie_s, self._seed)
         return Quotes(
             request=entry.id,

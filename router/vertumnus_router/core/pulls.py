@@ -14,11 +14,11 @@ from vertumnus_router.core.config import PrefixConfig
 from vertumnus_router.core.effects import Cause, Copy
 from vertumnus_router.core.events import PoolJoined
 from vertumnus_router.core.ledger import Ledger
-from vertumnus_router.core.membership import Membership, Peer, geometry, slots
+from vertumnus_router.core.membership import Membership, Peer, geometry
 from vertumnus_router.core.transfers import Transfers
 from vertumnus_router.core.trie import PrefixMatch
 from vertumnus_router.core.types import PoolId, Request
-from vertumnus_router.core.workers import Candidate
+from vertumnus_router.core.workers import Candidate, slots
 
 
 class PullTerms(msgspec.Struct, frozen=True, gc=False):
@@ -82,36 +82,61 @@ class Pulls:
         if not lacking:
             return []
         giving, taking = self._transfers.giving(), self._transfers.taking()
-        full = sum(1 << slot for slot, taken in taking.items() if taken >= self._per_rank)
-        sources_of: dict[tuple[int, int], _Sources | None] = {}
-
-        def terms_at(candidate: Candidate, held: int) -> PullTerms | None:
-            pool = candidate.pool
-            alike = geometry(pool)
-            if alike not in sources_of:
-                sources_of[alike] = self._sources(request, match, pool, giving, now)
-            sources = sources_of[alike]
-            if sources is None or held >= sources.depth:
-                return None
-            best = self._best(sources, candidate, match, taking, now)
-            return None if best is None else best[0]
-
+        full = self._at_limit(taking)
+        spent = self._at_limit(giving)
+        any_failed = self._transfers.any_failed
         # Ranks of one pool that hold as much are alike, unless they are full or a copy has failed.
         groups: dict[tuple[PoolId, int], list[int]] = {}
-        alone: list[list[int]] = []
-        any_failed = self._transfers.any_failed
-        for at in lacking:
-            candidate = candidates[at]
-            if any_failed or candidate.ranks & full:
-                alone.append([at])
-            else:
-                groups.setdefault((candidate.pool.pool, stored[at]), []).append(at)
+        sources_of: dict[tuple[int, int], _Sources | None] = {}
         found: list[tuple[PullTerms, list[int]]] = []
-        for group in (*groups.values(), *alone):
-            terms = terms_at(candidates[group[0]], stored[group[0]])
+        for at in lacking:
+            candidate, held = candidates[at], stored[at]
+            name = candidate.pool.pool
+            if not any_failed and not candidate.ranks & (full | ~self._membership.peers_of[name]):
+                groups.setdefault((name, held), []).append(at)
+                continue
+            alike = geometry(candidate.pool)
+            if alike not in sources_of:
+                sources_of[alike] = self._sources(request, match, candidate.pool, giving, now)
+            sources = sources_of[alike]
+            if sources is not None and held < sources.depth:
+                best = self._best(sources, candidate, match, taking, now)
+                if best is not None:
+                    found.append((best[0], [at]))
+        for (_, held), group in groups.items():
+            terms = self._terms(request, match, candidates[group[0]].pool, held, spent)
             if terms is not None:
                 found.append((terms, group))
         return found
+
+    def _at_limit(self, copies: Mapping[int, int]) -> int:
+        """The ranks that have as many copies as they may, a mask."""
+        return sum(1 << slot for slot, count in copies.items() if count >= self._per_rank)
+
+    def _terms(
+        self, request: Request, match: PrefixMatch, pool: PoolJoined, held: int, spent: int
+    ) -> PullTerms | None:
+        """Those of a rank of the pool that holds ``held`` blocks, where no copy has failed: which
+        source it is makes no difference, but for whether it is in the pool. ``spent``: the ranks
+        that give as many copies as they may."""
+        alike, depth = self._reach(request, match, pool)
+        if held >= depth:
+            return None
+        givers = match.holding(depth, alike) & ~spent
+        tokens = (depth - held) * pool.block_tokens
+        size, mine = tokens * pool.kv_token_bytes, self._membership.peers_of[pool.pool]
+        seconds = []
+        if givers & mine:
+            seconds.append(self._transfers.local.seconds(size))
+        if givers & ~mine:
+            seconds.append(self._transfers.remote.seconds(size))
+        return PullTerms(depth, tokens, min(seconds)) if seconds else None
+
+    def _reach(self, request: Request, match: PrefixMatch, pool: PoolJoined) -> tuple[int, int]:
+        """The ranks that the pool could copy from, a mask, and how many blocks of the prompt one
+        of them has."""
+        alike = self._membership.alike.get(geometry(pool), 0)
+        return alike, min(match.longest(alike), usable_blocks(request, pool.block_tokens))
 
     def find(
         self, request: Request, match: PrefixMatch, candidate: Candidate, now: float
@@ -133,8 +158,7 @@ class Pulls:
         now: float,
     ) -> _Sources | None:
         """Where candidates of the pool could copy from; None if from nowhere."""
-        alike = self._membership.alike.get(geometry(pool), 0)
-        depth = min(match.longest(alike), usable_blocks(request, pool.block_tokens))
+        alike, depth = self._reach(request, match, pool)
         if not depth:
             return None
         ranked = []
@@ -158,12 +182,12 @@ class Pulls:
         """The fastest copy to the rank of the candidate that holds most of the prompt; None if
         that one takes as many as it may, or nobody can give."""
         pool, peers = candidate.pool, self._membership.peers
-        mine = [slot for slot in slots(candidate.ranks) if slot in peers]
-        if not mine:
-            return None
-        slot = max(mine, key=lambda slot: match.longest(1 << slot))
-        destination, held = peers[slot], match.longest(1 << slot)
-        if taking.get(slot, 0) >= self._per_rank:
+        destination: Peer | None = None
+        held = -1
+        for slot in slots(candidate.ranks):
+            if slot in peers and (holds := match.longest(1 << slot)) > held:
+                destination, held = peers[slot], holds
+        if destination is None or taking.get(destination.slot, 0) >= self._per_rank:
             return None
         tokens = (sources.depth - held) * pool.block_tokens
         offers: dict[bool, tuple[float, Peer]] = {}
