@@ -93,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
         held = next((n for n, block in enumerate(blocks) if block not in here), len(blocks))
         assert self.cache.held(blocks) == held
         anew = [block for block in blocks[:held] if not here[block].pins]
-        assert anew == [block for block in blocks[:held] if not self.cache.is_pinned(block)]
+        assert len(anew) == self.cache.unpinned(blocks[:held])
         needed = len(anew) + len(blocks) - held
         assert self.cache.fits(needed) == (needed <= self._free())
         if needed > self._free():

@@ -132,11 +132,16 @@ def test_of_a_chain_the_longest_prefix_being_computed_counts_by_worker() -> None
     assert ledger.computing(chain) == {W: 2, V: 2}
     assert ledger.computing((BlockHash(1), BlockHash(9))) == {W: 2, V: 1}
     assert ledger.computing((BlockHash(2),)) == {} == ledger.computing(())
+    version = ledger.version
     ledger.release(A, 0.0)
+    assert ledger.version > version
     assert ledger.computing(chain) == {W: 1, V: 2}
     ledger.release(B, 0.0)
     ledger.release(C, 0.0)
     assert ledger.computing(chain) == {}
+    version = ledger.version
+    ledger.reserve(A, W, 1.0, 100, (BlockHash(1),))
+    assert ledger.version > version
 
 
 def test_moving_what_is_not_reserved_does_nothing() -> None:

@@ -181,8 +181,21 @@ def test_a_pull_that_failed_is_not_tried_again_at_once() -> None:
 def test_pulls_from_one_rank_are_bounded() -> None:
     scene = pulling("4x1", pulls_per_rank=2)
     busy(scene, 90_000)
-    pulls = [scene.dispatched(f"r{i}", 6000, blocks=DOCUMENT).pull for i in range(3)]
-    assert [pull is not None for pull in pulls] == [True, True, False]
+    pulls = [scene.dispatched(f"r{i}", 6000, blocks=DOCUMENT).pull for i in range(2)]
+    assert None not in pulls
+    decision = scene.control.explain(request("a", 6000, blocks=DOCUMENT), scene.now)
+    assert not any(terms.pull_tokens for terms in decision.candidates)
+    assert scene.dispatched("r2", 6000, blocks=DOCUMENT).pull is None
+
+
+@pytest.mark.parametrize(("within", "between"), [(5000.0, 2500.0), (2500.0, 5000.0)])
+def test_of_two_sources_the_faster_is_priced(within: float, between: float) -> None:
+    scene = pulling(local_bytes_per_s=within, remote_bytes_per_s=between)
+    scene.launch("1x1", pool="like", kv_token_bytes=1)
+    scene.store(0, DOCUMENT, pool="like")
+    decision = scene.control.explain(request("a", 6000, blocks=DOCUMENT), scene.now)
+    pulls = {terms.worker: terms.pull_s for terms in decision.candidates}
+    assert pulls["p/1x1"] == pytest.approx(0.5 + 1.0)
 
 
 def test_one_rank_of_a_worker_pulls_and_the_others_take_it_over() -> None:
