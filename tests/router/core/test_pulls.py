@@ -188,6 +188,19 @@ def test_pulls_from_one_rank_are_bounded() -> None:
     assert scene.dispatched("r2", 6000, blocks=DOCUMENT).pull is None
 
 
+def test_a_rank_that_takes_as_many_as_it_may_is_offered_no_more() -> None:
+    scene = pulling("4x1", pulls_per_rank=1)
+    other = chain(1001, 50)
+    scene.store(2, other)
+    busy(scene, 90_000)
+    pull = scene.dispatched("a", 6000, blocks=DOCUMENT).pull
+    assert pull is not None
+    decision = scene.control.explain(request("b", 6000, blocks=other), scene.now)
+    offered = {terms.worker for terms in decision.candidates if terms.pull_tokens}
+    taking = f"p/{pull.destination.rank.index}x1"
+    assert offered == {"p/0x1", "p/1x1", "p/3x1"} - {taking, "p/2x1"}
+
+
 @pytest.mark.parametrize(("within", "between"), [(5000.0, 2500.0), (2500.0, 5000.0)])
 def test_of_two_sources_the_faster_is_priced(within: float, between: float) -> None:
     scene = pulling(local_bytes_per_s=within, remote_bytes_per_s=between)
