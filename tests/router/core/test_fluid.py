@@ -224,6 +224,8 @@ def test_a_pool_that_decodes_as_well_is_not_moved() -> None:
 
 def test_blocks_with_a_lost_rank_are_no_candidates() -> None:
     pool = Pool()
+    before = pool.control.explain(request("a", 4000), pool.now)
+    assert any(3 in ranks_of(terms.worker) for terms in before.candidates)
     pool.feed(RankLost(Rank(PoolId("p"), 3), "it died", "life-1"))
     told = pool.control.explain(request("x", 4000), pool.now)
     assert {terms.worker for terms in told.candidates} == {"p/0x1", "p/1x1", "p/2x1", "p/0x2"}
