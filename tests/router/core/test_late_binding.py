@@ -43,6 +43,17 @@ def test_a_worker_gets_what_it_can_start_and_one_look_ahead() -> None:
     assert queued(scene) == 0
 
 
+def test_who_waits_counts_on_what_began_to_be_computed_meanwhile() -> None:
+    scene = late()
+    for name in "ab":
+        scene.arrive(name, 5000)
+    scene.arrive("c", 6000, blocks=chain(1, 50))
+    scene.arrive("d", 6000, blocks=chain(1, 50), priority=1)
+    assert only(Dispatch, scene.finish("a")).decision.chosen.cached_tokens == 0
+    last = only(Dispatch, scene.finish("b"))
+    assert (last.request_id, last.decision.chosen.cached_tokens) == ("c", 5000)
+
+
 def test_short_requests_fill_one_batch() -> None:
     scene = late()
     sent = [names(scene.arrive(f"r{i}", 500)) for i in range(7)]
