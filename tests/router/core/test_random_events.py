@@ -17,6 +17,7 @@ from vertumnus_router.core.config import BreakerConfig, PolicyConfig, PrefixConf
 from vertumnus_router.core.control import ControlPlane
 from vertumnus_router.core.effects import (
     Abort,
+    BreakerChanged,
     Copy,
     Dispatch,
     Effect,
@@ -637,7 +638,8 @@ class Events(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         for effect in self.feed(Tick()):
-            assert isinstance(effect, Dispatch | Reject | Verdict | Copy | Reclaim)
+            known = Dispatch | Reject | Verdict | Copy | Reclaim | BreakerChanged
+            assert isinstance(effect, known)
 
     @rule(tokens=st.sampled_from([50, 2000, 15_000]), prompt=st.integers(0, 2))
     def ask(self, tokens: int, prompt: int) -> None:
