@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fluid-lam",
         type=float,
         default=_POLICY.fluid.lam,
-        help=f"weight λ of the policy fluid ({_POLICY.fluid.lam})",
+        help=f"weight λ of the policy fluid while all ranks are idle ({_POLICY.fluid.lam})",
     )
     add(
         "--profile",

@@ -39,19 +39,22 @@ class LateConfig:
 
 @dataclass(frozen=True, slots=True)
 class FluidConfig:
-    """Fluid composition. ``lam`` and ``ageing`` take the place of those of late binding, whose
-    other settings hold. Until moves have been measured, one of a step keeps its ranks for
-    ``step_s``; a pool whose last move went wrong is not moved for ``rest_s``, for twice as long if
-    that was the second in a row, and so on.
+    """Fluid composition. λ = min(``late.lam_cap``, ``lam`` + ``lam_busy``·busy² +
+    ``late.lam_gain``·EMA(queued requests per rank)), busy the part of the ranks that have prefills
+    to do; ``ageing`` takes the place of that of late binding. Until moves have been measured, one
+    of a step keeps its ranks for ``step_s``; a pool whose last move went wrong is not moved for
+    ``rest_s``, for twice as long if that was the second in a row, and so on.
     """
 
-    lam: float = 0.7
+    lam: float = 0.4
+    lam_busy: float = 0.8
     ageing: float = 0.05
     step_s: float = 0.02
     rest_s: float = 1.0
 
     def __post_init__(self) -> None:
         _at_least("fluid.lam", self.lam, 0)
+        _at_least("fluid.lam_busy", self.lam_busy, 0)
         _at_least("fluid.ageing", self.ageing, 0)
         _at_least("fluid.step_s", self.step_s, 0)
         _at_least("fluid.rest_s", self.rest_s, 0)

@@ -122,8 +122,8 @@ class ControlPlane:
             self._model, self._index, self._membership, self._ledger, self._table
         )
         lanes: LaneSource = WorkerLanes(policy, self._membership, self._ledger)
-        if config.policy == FluidPolicy.name:
-            lanes = FluidLanes(config.fluid, self._membership, self._ledger, self._regroups)
+        if isinstance(policy, FluidPolicy):
+            lanes = FluidLanes(config.fluid, policy, self._membership, self._ledger, self._regroups)
         self._binding = Binding(
             policy,
             lanes,

@@ -15,6 +15,7 @@ from vertumnus_router.core.lanes import Lanes
 from vertumnus_router.core.ledger import Ledger
 from vertumnus_router.core.membership import Membership
 from vertumnus_router.core.moves import plan, surround
+from vertumnus_router.core.policy import FluidPolicy
 from vertumnus_router.core.regroups import Regroups
 from vertumnus_router.core.types import PlanId, PoolId, WorkerId
 from vertumnus_router.core.workers import Candidates
@@ -115,9 +116,15 @@ class FluidLanes:
     """A lane for every block that living ranks could serve in."""
 
     def __init__(
-        self, config: FluidConfig, membership: Membership, ledger: Ledger, regroups: Regroups
+        self,
+        config: FluidConfig,
+        policy: FluidPolicy,
+        membership: Membership,
+        ledger: Ledger,
+        regroups: Regroups,
     ) -> None:
         self._config = config
+        self._policy = policy
         self._membership = membership
         self._ledger = ledger
         self._regroups = regroups
@@ -147,6 +154,9 @@ class FluidLanes:
         )
         for pool in self._membership.pools:
             self._lay_out(lanes, pool, now)
+        serving = self._membership.serving
+        busy = sum(one.degree for one in serving if self._ledger.load(one.id)[0])
+        self._policy.look(busy / max(1, self._membership.serving_ranks))
         return lanes
 
     def form(self, lanes: Lanes, at: int, now: float) -> list[Effect]:

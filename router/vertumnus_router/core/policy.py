@@ -143,8 +143,20 @@ class FluidPolicy(LatePolicy):
 
     def __init__(self, config: PolicyConfig) -> None:
         late = replace(config.late, ageing=config.fluid.ageing)
-        # Any request may take many ranks at any moment, so their time has to cost more.
         super().__init__(replace(config, lam=config.fluid.lam, late=late))
+        self._lam_busy = config.fluid.lam_busy
+        self._busy = 0.0
+
+    @property
+    def lam(self) -> float:
+        # Any request may take many ranks at any moment. That costs the others nothing while ranks
+        # are idle, and delays them all when none is.
+        idle_lam = self._base_lam + self._lam_busy * self._busy * self._busy
+        return min(self._config.lam_cap, idle_lam + self._config.lam_gain * self._backlog)
+
+    def look(self, busy: float) -> None:
+        """Of the ranks, ``busy`` (0 to 1) have prefills to do now."""
+        self._busy = busy
 
     def candidates(self, membership: Membership) -> Candidates:
         return membership.lattice

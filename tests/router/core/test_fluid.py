@@ -23,6 +23,7 @@ from vertumnus_router.core.events import (
     RequestCancelled,
     Tick,
 )
+from vertumnus_router.core.policy import FluidPolicy
 from vertumnus_router.core.profile import Coefficients, Profile
 from vertumnus_router.core.types import DecodeId, PlanId, PoolId, Rank, RequestId
 from vertumnus_router.lattice import Block, format_composition
@@ -42,8 +43,8 @@ class Pool(Scene):
     def __init__(
         self, profile: Profile = IDEAL, *, prefill_only: bool = True, **config: object
     ) -> None:
-        fluid = FluidConfig(lam=0.3, step_s=STEP_S, rest_s=1.0)
-        super().__init__(None, profile, policy="fluid", fluid=fluid, **config)
+        config.setdefault("fluid", FluidConfig(lam=0.3, lam_busy=0, step_s=STEP_S, rest_s=1.0))
+        super().__init__(None, profile, policy="fluid", **config)
         self.feed(DecodeJoined(DecodeId("d"), "1", 100))
         self.launch("4x1", prefill_only=prefill_only)
         self.epoch = 1
@@ -231,12 +232,36 @@ def test_blocks_with_a_lost_rank_are_no_candidates() -> None:
     assert {terms.worker for terms in told.candidates} == {"p/0x1", "p/1x1", "p/2x1", "p/0x2"}
 
 
+def test_gpu_time_costs_more_while_ranks_are_busy() -> None:
+    pool = Pool(fluid=FluidConfig(lam=0.3, lam_busy=0.8, step_s=STEP_S))
+
+    def lam() -> float:
+        return pool.control.explain(request("x", 100), pool.now).candidates[0].lam
+
+    assert lam() == pytest.approx(0.3)
+    pool.follow(pool.arrive("long", 4000))  # on all four ranks
+    assert lam() == pytest.approx(0.3 + 0.8)
+    pool.start("long", "p/0x4")
+    pool.finish("long")
+    assert lam() == pytest.approx(0.3)
+
+
+def test_the_price_of_gpu_time_grows_faster_than_the_busy_ranks() -> None:
+    policy = FluidPolicy(PolicyConfig(policy="fluid", fluid=FluidConfig(lam=0.3, lam_busy=0.8)))
+    policy.look(0.5)
+    assert policy.lam == pytest.approx(0.3 + 0.8 / 4)
+    policy.look(1.0)
+    policy.observe(0, 4, 0.0)
+    policy.observe(40, 4, 100.0)
+    assert policy.lam == 1.2  # at most, whatever the backlog
+
+
 def test_only_one_hand_moves_the_pools() -> None:
     with pytest.raises(ConfigError, match="moves the pools itself"):
         PolicyConfig(policy="fluid", controller=ControllerConfig(mode="on"))
 
 
-@pytest.mark.parametrize("name", ["step_s", "rest_s", "lam", "ageing"])
+@pytest.mark.parametrize("name", ["step_s", "rest_s", "lam", "lam_busy", "ageing"])
 def test_times_are_not_negative(name: str) -> None:
     with pytest.raises(ConfigError, match=f"fluid.{name}"):
         FluidConfig(**{name: -1.0})
