@@ -75,7 +75,8 @@ def _plan(options: argparse.Namespace) -> Plan:
     }
     given = {name: value for name, value in asked.items() if value is not None}
     make = quick_plan if options.quick else full_plan
-    return make(**given, tune_each_load=options.tune_each_load)
+    plan = make(**given, tune_each_load=options.tune_each_load)
+    return plan if options.workloads is None else plan.only(options.workloads)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,6 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=positive_int, help="of each workload: 6000, quick 300")
     parser.add_argument("--tuning-requests", type=positive_int, help="3000, quick 150")
     parser.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="to evaluate; quick: 1")
+    parser.add_argument(
+        "--workloads",
+        type=lambda text: tuple(text.split(",")),
+        metavar="A,B",
+        help="only these, as conversation,varying",
+    )
     parser.add_argument(
         "--tune-each-load", action="store_true", help="not only at each workload's highest"
     )

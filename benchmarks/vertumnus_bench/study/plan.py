@@ -1,6 +1,8 @@
 """What a study simulates."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 from vertumnus_bench.study.contenders import CONTENDERS, OVER_TIME, Contender
 from vertumnus_bench.study.loads import LOADS, QUICK_LOADS, VARYING, Load
@@ -34,6 +36,14 @@ class Plan:
             raise StudyError(f"seed {self.trial.seed} is the one for tuning: evaluate with others")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise StudyError("the seeds are one or more different numbers")
+
+    def only(self, workloads: Sequence[str]) -> Self:
+        """The plan for some of its workloads. Raises ``StudyError`` for one that it has not."""
+        known = [load.workload for load in self.loads]
+        for name in workloads:
+            if name not in known:
+                raise StudyError(f"no workload {name!r}: there are {', '.join(known)}")
+        return replace(self, loads=tuple(load for load in self.loads if load.workload in workloads))
 
     @property
     def cases(self) -> list[Case]:

@@ -81,6 +81,14 @@ def test_layouts_of_kv_differ_in_one_thing_at_both_sizes_of_memory() -> None:
         assert plain.settings.items() < other.settings.items()
 
 
+def test_a_part_of_the_workloads() -> None:
+    plan = full_plan().only(["varying", "conversation"])
+    assert [load.workload for load in plan.loads] == ["conversation", "varying"]
+    assert plan.contenders == full_plan().contenders
+    with pytest.raises(StudyError, match="no workload 'chat': there are conversation, tool-agent"):
+        full_plan().only(["chat"])
+
+
 def test_contenders_are_tuned_at_the_highest_load_or_at_each() -> None:
     lowest, *_, highest = next(one.rates for one in LOADS if one.workload == "conversation")
     asked = ("conversation", lowest)
