@@ -42,15 +42,22 @@ def _goals(of: Summary) -> str:
     """A row for each goal and load, a column for each of ours."""
     policies = list(dict.fromkeys(goal.policy for goal in of.goals))
     found: dict[tuple[str, ...], dict[str, str]] = {}
+    # Ours in the order of arrival is another one for each of ours.
+    against: dict[tuple[str, ...], dict[str, None]] = {}
     for goal in of.goals:
         place = _place((goal.workload, goal.rate))
         value = "not run" if goal.found is None else f"{goal.found:.1f}"
-        cells = found.setdefault((goal.goal, place, goal.target), {})
-        cells[goal.policy] = f"{value}{' ✓' if goal.met else ''}"
-        # Ours in the order of arrival is another one for each of ours.
-        cells.setdefault("", goal.against or "")
+        named = goal.goal, place, goal.target
+        found.setdefault(named, {})[goal.policy] = f"{value}{' ✓' if goal.met else ''}"
+        if goal.against is not None:
+            against.setdefault(named, {})[goal.against] = None
     rows = [
-        (*named[:2], cells[""], named[2], *(cells.get(policy, "") for policy in policies))
+        (
+            *named[:2],
+            ", ".join(against.get(named, ())),
+            named[2],
+            *(cells.get(policy, "") for policy in policies),
+        )
         for named, cells in found.items()
     ]
     met = [

@@ -145,9 +145,16 @@ class Breakers:
         return []
 
     def failed(
-        self, candidate: Candidate, request: RequestId, cause: str, now: float
+        self,
+        candidate: Candidate,
+        request: RequestId,
+        cause: str,
+        now: float,
+        *,
+        answered: bool = False,
     ) -> list[BreakerChanged]:
-        """The request failed at the worker, by no fault of its own and not for want of room."""
+        """The request failed at the worker, by no fault of its own and not for want of room.
+        ``answered``: behind its first token, which counted as a success until now."""
         if not self._breaker.enabled:
             return []
         record = self._recall(candidate, now)
@@ -155,6 +162,8 @@ class Breakers:
             return [self._open(record, f"a probe failed: {cause}", now)]
         if record.state is not BreakerState.CLOSED:
             return []
+        if answered:
+            _take_back(record)
         record.failures.append((now, record.good))
         record.good = 0
         failures = self._forget_failures(record, now)
@@ -253,6 +262,17 @@ class Breakers:
         """Between 0 and 1, so that routers with other seeds do not come back together."""
         digest = hashlib.blake2b(f"{self._seed}/{worker}/{pauses}".encode(), digest_size=4)
         return int.from_bytes(digest.digest()) / 2**32
+
+
+def _take_back(record: _Record) -> None:
+    """One of the last successes was none."""
+    if record.good:
+        record.good -= 1
+        return
+    for at, (when, good) in reversed(list(enumerate(record.failures))):
+        if good:
+            record.failures[at] = (when, good - 1)
+            return
 
 
 def _attempts(failures: deque[tuple[float, int]]) -> int:

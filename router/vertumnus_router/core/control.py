@@ -376,7 +376,10 @@ class ControlPlane:
             case _:
                 if event.failure is Failure.UNREACHABLE:
                     entry.unreachable |= {candidate.pool.pool}
-                return self._breakers.failed(candidate, entry.id, event.cause, now)
+                answered = entry.phase in (Phase.DECODE, Phase.HANDED_OVER)
+                return self._breakers.failed(
+                    candidate, entry.id, event.cause, now, answered=answered
+                )
         return []
 
     def _blame_decode(self, entry: Entry, failure: Failure) -> None:

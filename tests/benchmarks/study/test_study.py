@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from vertumnus_bench.study.contenders import CONTENDERS, FLUID, PAPER
 from vertumnus_bench.study.executing import Executor
+from vertumnus_bench.study.goals import Goal
 from vertumnus_bench.study.loads import Load
 from vertumnus_bench.study.plan import Plan, quick_plan
 from vertumnus_bench.study.plots import plot_study
@@ -101,6 +102,28 @@ def test_tables_have_every_case_and_say_what_they_are(summary: Summary) -> None:
         assert len({line.count("|") for line in rows}) <= 1
     without = msgspec.structs.replace(summary, validity=None)
     assert "was not given" in tables(without)
+
+
+def test_goals_name_all_that_ours_are_compared_with(summary: Summary) -> None:
+    def goal(policy: str, against: str | None) -> Goal:
+        return Goal(
+            goal="P99",
+            policy=policy,
+            workload="l-eval",
+            rate=24,
+            against=against,
+            target="<= 20",
+            found=None if against is None else 1.0,
+            met=None if against is None else True,
+        )
+
+    def row(*of: Goal) -> str:
+        text = tables(msgspec.structs.replace(summary, goals=list(of)))
+        return next(line for line in text.splitlines() if line.startswith("| P99 |"))
+
+    late, fluid = goal("late", "late_fcfs"), goal("fluid", "fluid_fcfs")
+    assert "| late_fcfs, fluid_fcfs |" in row(late, fluid)
+    assert "| fluid_fcfs |" in row(goal("late", None), fluid)
 
 
 @pytest.mark.skipif(not _HAS_MATPLOTLIB, reason="matplotlib, the bench extra, is not installed")

@@ -113,6 +113,25 @@ def test_a_worker_that_fails_every_second_time_is_left_alone_in_the_end() -> Non
     assert fleet.avoids(BAD)
 
 
+@pytest.mark.parametrize(("good", "reason"), [(0, "3 failures in a row"), (1, "6 of the last 11")])
+def test_an_answer_that_breaks_off_is_one_attempt_that_failed(good: int, reason: str) -> None:
+    fleet = Fleet()
+    changed: list[BreakerChanged] = []
+    for _ in range(6):
+        name = fleet.send_to(BAD)
+        fleet.first_token(name, BAD)
+        found = fleet.feed(
+            RequestFailed(RequestId(name), Failure.DISCONNECTED, "it broke", streamed=True)
+        )
+        changed += [effect for effect in found if isinstance(effect, BreakerChanged)]
+        if changed:
+            break
+        for _ in range(good):
+            fleet.finish(fleet.send_to(BAD))
+    assert [one.state for one in changed] == [BreakerState.OPEN]
+    assert changed[0].reason.startswith(reason)
+
+
 @pytest.mark.parametrize("good", [2, 3, 5])
 def test_a_worker_that_fails_now_and_then_is_not(good: int) -> None:
     fleet = Fleet()
