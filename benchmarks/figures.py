@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from vertumnus_bench.figures import say
 from vertumnus_bench.study.executing import Executor
-from vertumnus_bench.study.loads import origins, present
+from vertumnus_bench.study.loads import LOADS, origins, present
 from vertumnus_bench.study.plan import Plan, full_plan, quick_plan
 from vertumnus_bench.study.plots import plot_study
 from vertumnus_bench.study.point import Setup
@@ -54,7 +54,8 @@ def _study(options: argparse.Namespace) -> Summary:
     profile = load_profile(options.profile)
     setup = Setup(options.traces, options.profile)
     plan = _plan(options)
-    code = code_digest(repr(profile), repr(origins(plan.loads, setup.traces)))
+    # Of all workloads: what is finished counts, whichever of them are asked for this time.
+    code = code_digest(repr(profile), repr(origins(LOADS, setup.traces)))
     store = Store(options.out / "points", setup, code, any_code=options.any_code)
     if options.fresh:
         store.clear()

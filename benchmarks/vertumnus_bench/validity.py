@@ -72,10 +72,12 @@ class TrialPlan:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What an idle pool shows beside its profile: seconds of a request outside of its prefill, how
-    much longer prefills take when all ranks compute, and the profile's own mean error."""
+    """What an idle pool shows beside its profile: seconds of a request outside of its prefill,
+    behind a router and (``direct_s``) without one, how much longer prefills take when all ranks
+    compute, and the profile's own mean error."""
 
     overhead_s: float
+    direct_s: float
     contention: float
     noise: float
 
@@ -98,12 +100,16 @@ def compare(model: Path, folder: Path, plan: TrialPlan) -> dict[str, Any]:
     ) as server:
         _profile(server, path)
         profile = load_profile(str(path))
-        overhead_s = _overhead_s(server, profile)
+        with router(server.url, ("--controller", "off")) as before:
+            overhead_s = _overhead_s(before, profile, router=True)
+        flush(server)
+        direct_s = _overhead_s(server, profile, router=False)
+        flush(server)
         say(f"outside of the prefill a request takes {overhead_s * 1000:.1f} ms")
         contention = _contention(server)
         say(f"two ranks at once take {contention:.1%} longer than one")
         noise = statistics.fmean(one.error.mean for one in profile.measurements.values())
-        beside = Beside(overhead_s, contention, noise)
+        beside = Beside(overhead_s, direct_s, contention, noise)
         trials: dict[tuple[str, str], list[Trial]] = {one: [] for one in POLICIES}
         for number in range(plan.rounds):
             requests = small_trace(profile, replace(plan, seed=plan.seed + number))
@@ -117,6 +123,7 @@ def compare(model: Path, folder: Path, plan: TrialPlan) -> dict[str, Any]:
         "requests": plan.requests,
         "utilisation": plan.utilisation,
         "overhead_ms": round(overhead_s * 1000, 2),
+        "direct_ms": round(direct_s * 1000, 2),
         "contention": round(contention, 4),
         "noise": round(noise, 4),
         "profile_error": {
@@ -198,22 +205,20 @@ def _profile(server: Server, path: Path) -> None:
     subprocess.run([*command, "--cached-tokens", "0,512,1536"], check=True, stdout=sys.stderr)
 
 
-def _overhead_s(server: Server, profile: Profile) -> float:
-    """What an idle pool's client waits beyond the prefill: HTTP, tokens, the router's share. Of
-    prompts so short that the pace of the machine matters little."""
+def _overhead_s(server: Server, profile: Profile, *, router: bool) -> float:
+    """What an idle pool's client waits beyond the prefill: HTTP, tokens, the router's share if it
+    asks one. Of prompts so short that the pace of the machine matters little."""
     prompts, found = Prompts(seed=7), []
     model = PrefillModel(profile)
-    with router(server.url, ("--controller", "off")) as before:
-        for number in range(30):
-            request = TraceRequest(0.0, BLOCK_TOKENS, 1, (), BLOCK_TOKENS)
-            body = {
-                "input_ids": prompts.tokens(number, request),
-                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            }
-            began = time.perf_counter()
-            before.post("/generate", body, router=True)
-            found.append(time.perf_counter() - began - model.service_s(1, BLOCK_TOKENS, 0))
-    flush(server)
+    for number in range(30):
+        request = TraceRequest(0.0, BLOCK_TOKENS, 1, (), BLOCK_TOKENS)
+        body = {
+            "input_ids": prompts.tokens(number, request),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        }
+        began = time.perf_counter()
+        server.post("/generate", body, router=router)
+        found.append(time.perf_counter() - began - model.service_s(1, BLOCK_TOKENS, 0))
     return max(0.0, statistics.median(found))
 
 
@@ -246,13 +251,13 @@ def _contention(server: Server) -> float:
     return max(0.0, statistics.median(together) / statistics.median(alone) - 1)
 
 
-def _pace(server: Server, profile: Profile, degree: int, overhead_s: float) -> float:
+def _pace(server: Server, profile: Profile, degree: int, direct_s: float) -> float:
     """How long prefills at the first worker take now, of what the profile says."""
     prompts, model = Prompts(seed=9), PrefillModel(profile)
     spent_s = expected_s = 0.0
     for number in range(PACE_PREFILLS):
         tokens = PACE_TOKENS[number % len(PACE_TOKENS)]
-        spent_s += _prefill_s(server, 0, tokens, prompts, number) - overhead_s
+        spent_s += _prefill_s(server, 0, tokens, prompts, number) - direct_s
         expected_s += model.service_s(degree, tokens, 0)
     flush(server)
     return spent_s / expected_s
@@ -274,11 +279,11 @@ def _trial(
         url = before.router_url or ""
         reconfigure(url, composition)
         drain(server)
-        pace = _pace(server, profile, degree, beside.overhead_s)
+        pace = _pace(server, profile, degree, beside.direct_s)
         measured_s = _measured(url, requests, plan)
         drain(server)
         flush(server)
-        pace = (pace + _pace(server, profile, degree, beside.overhead_s)) / 2
+        pace = (pace + _pace(server, profile, degree, beside.direct_s)) / 2
     simulated_s = _simulated(at_pace(profile, pace), policy, composition, requests, plan, beside)
     return Trial(measured_s, simulated_s, pace)
 

@@ -80,6 +80,7 @@ def _admin(router: Router) -> FastAPI:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(Exception, _on_fault)
 
     @app.get("/health")
     @app.get("/liveness")
@@ -371,6 +372,12 @@ def _methods(request: Request) -> set[str]:
     path = request.url.path
     routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
     return {name for one in routes if one.path_regex.match(path) for name in one.methods or ()}
+
+
+async def _on_fault(request: Request, _: Exception) -> Response:
+    # The exception goes on from here, into the log.
+    message = "the router failed; see its log"
+    return await _on_api_error(request, ApiError(500, "internal_error", message))
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:

@@ -22,6 +22,8 @@ _ROUTING = (
     "bootstrap_pair_key",
     "decode_tp_size",
 )
+#: What may be the prompt of ``/generate``.
+_PROMPTS = frozenset(("text", "input_ids", "input_embeds"))
 
 
 class Endpoint(Enum):
@@ -97,7 +99,7 @@ def endpoint_of(fields: dict[str, Any]) -> Endpoint:
         return Endpoint.CHAT
     if "prompt" in fields:
         return Endpoint.COMPLETIONS
-    if "text" in fields or "input_ids" in fields:
+    if not _PROMPTS.isdisjoint(fields):
         return Endpoint.GENERATE
     raise ApiError(400, "missing_prompt", "give a body with messages, prompt, text or input_ids")
 
@@ -187,7 +189,7 @@ def _require_prompt(endpoint: Endpoint, fields: dict[str, Any]) -> None:
                     400, "missing_prompt", "prompt must be text or a list", param="prompt"
                 )
         case Endpoint.GENERATE:
-            if all(fields.get(name) is None for name in ("text", "input_ids", "input_embeds")):
+            if all(fields.get(name) is None for name in _PROMPTS):
                 raise ApiError(400, "missing_prompt", "give text or input_ids", param="text")
 
 

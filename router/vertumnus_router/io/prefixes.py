@@ -99,7 +99,8 @@ def _hash(tip: int | str) -> BlockHash:
 def _limit(text: str | None) -> int:
     if text is None:
         return _MOST
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= _MOST:
+    digits = len(str(_MOST))  # of more than 4300 Python makes no number
+    if text.isascii() and text.isdigit() and len(text) <= digits and 1 <= int(text) <= _MOST:
         return int(text)
     raise ApiError(
         400, "bad_limit", f"limit {text!r}: give a number from 1 to {_MOST}", param="limit"

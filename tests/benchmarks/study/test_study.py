@@ -126,6 +126,17 @@ def test_goals_name_all_that_ours_are_compared_with(summary: Summary) -> None:
     assert "| fluid_fcfs |" in row(goal("late", None), fluid)
 
 
+def test_what_is_finished_counts_whichever_workloads_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[str] = []
+    monkeypatch.setattr(command, "make_study", lambda *given: codes.append(given[3]))
+    for more in ([], ["--workloads", "l-eval"]):
+        options = ["--out", str(tmp_path), "--traces", str(tmp_path), *more]
+        command._study(command._parser().parse_args(options))
+    assert codes[0] == codes[1]
+
+
 @pytest.mark.skipif(not _HAS_MATPLOTLIB, reason="matplotlib, the bench extra, is not installed")
 def test_plots_have_simulated_in_their_titles(summary: Summary, tmp_path: Path) -> None:
     paths = plot_study(summary, tmp_path)

@@ -9,10 +9,12 @@ import os
 import re
 from dataclasses import dataclass
 
+import pytest
 import uvloop
 from aiohttp import web
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from vertumnus_router.io.direct import DirectProtocol
 
 from tests.router.io.fake_pool import FakePool, Seen, stream
 from tests.router.io.harness import Running, running, until
@@ -100,7 +102,16 @@ requests = st.builds(
 )
 
 
-def test_what_a_front_reads_is_what_the_router_has_read() -> None:
+def test_what_a_front_reads_is_what_the_router_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[bytes] = []  # as the router got them
+    receive = DirectProtocol.data_received
+
+    def data_received(protocol: DirectProtocol, data: bytes) -> None:
+        pieces.append(data)
+        receive(protocol, data)
+
+    monkeypatch.setattr(DirectProtocol, "data_received", data_received)
+
     async def talk(it: Running, data: bytes, cuts: list[int]) -> bytes:
         port = int(it.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -108,12 +119,14 @@ def test_what_a_front_reads_is_what_the_router_has_read() -> None:
         for cut in (*sorted(cut for cut in cuts if cut < len(data)), len(data)):
             writer.write(data[at:cut])
             await writer.drain()
+            await asyncio.sleep(0.001)  # or the loop would send all of them as one
             at = cut
         answer = await reader.read()
         writer.close()
         return answer
 
     targets: list[str] = []
+    cut_up = 0
 
     async def answer(pool: FakePool, request: web.Request, seen: Seen) -> web.StreamResponse:
         targets.append(request.raw_path)
@@ -139,16 +152,21 @@ def test_what_a_front_reads_is_what_the_router_has_read() -> None:
             loop = asyncio.get_running_loop()
 
             @SETTINGS
-            @given(st.lists(requests, min_size=1, max_size=3), st.lists(st.integers(1, 400)))
+            @given(st.lists(requests, min_size=1, max_size=3), st.lists(st.integers(1, 1200)))
             def fuzz(sent: list[Sent], cuts: list[int]) -> None:
+                nonlocal cut_up
                 pool.seen.clear()
                 targets.clear()
+                pieces.clear()
                 data = b"".join(one.raw for one in sent) + END
                 work = asyncio.run_coroutine_threadsafe(talk(it, data, cuts[:6]), loop)
                 check(pool, sent, work.result(20))
+                assert b"".join(pieces) == data
+                cut_up += len(pieces) > 1
 
             await asyncio.to_thread(fuzz)
             await until(it.settled, "settled")
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(scenario())  # as long as it takes
+    assert cut_up > EXAMPLES // 4

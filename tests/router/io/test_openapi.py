@@ -41,7 +41,7 @@ def test_every_route_is_described_and_nothing_else() -> None:
         for method in route.methods - {"HEAD"}
     }
     assert ("GET", "/workers") in routes
-    hot = {(_METHODS[endpoint][0], endpoint.value) for endpoint in Endpoint}
+    hot = {(method, one.value) for one in Endpoint for method in _METHODS[one]}
     passed_on = {("POST", path) for path in (*REPEATABLE, *ALIASES, *DECODES)}
     assert described() == routes | hot | passed_on
 
@@ -136,6 +136,20 @@ NOT_OF_PLAIN = (
 )
 
 
+def test_every_kind_of_prompt_that_is_described_can_be_explained() -> None:
+    bodies = ({"text": "x"}, {"input_ids": [1, 2]}, {"input_embeds": [[0.5, 0.5]]})
+
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url) as it:
+            await it.ready()
+            for body in bodies:
+                async with it.client.post("/explain", json=body) as answer:
+                    assert answer.status == 200, await answer.text()
+                    assert (await answer.json())["endpoint"] == "/generate"
+
+    run(scenario())
+
+
 def test_a_router_without_servers_answers_as_described() -> None:
     async def scenario() -> None:
         async with running("http://127.0.0.1:1") as it:
@@ -197,6 +211,30 @@ def test_what_can_be_got_can_be_looked_at() -> None:
             async with it.client.head("/flush_cache") as answer:
                 assert answer.status == 405
             assert pool.commands == []
+
+    run(scenario())
+
+
+def test_a_number_of_any_length_is_refused_as_described() -> None:
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url) as it:
+            for limit in ("0", "00001", "1001", "9" * 5000):
+                async with it.client.get("/vertumnus/prefixes", params={"limit": limit}) as answer:
+                    assert answer.status == 400
+                    assert (await it.error(answer))["code"] == "bad_limit"
+
+    run(scenario())
+
+
+def test_a_fault_of_the_router_has_the_shape_of_other_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with FakePool(1) as pool, running(pool.url) as it:
+            monkeypatch.setattr(it.router, "not_ready", lambda: 1 / 0)
+            async with it.client.get("/readiness") as answer:
+                assert answer.status == 500
+                assert (await it.error(answer))["code"] == "internal_error"
 
     run(scenario())
 

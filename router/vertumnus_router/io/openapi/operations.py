@@ -156,12 +156,12 @@ _ENGINE = Answer("4XX", "What the server had against the request.", answers.Engi
 _OTHERS = Answer("default", "The server's own answer.", None, ())
 
 
-def _inference(path: str, body: Any, example: Any, summary: str) -> Operation:
+def _inference(path: str, body: Any, example: Any, summary: str, method: str = "POST") -> Operation:
     prompt = "missing_messages" if body is Chat else "missing_prompt"
     refused = ("invalid_json", prompt, "routing_field", "invalid_deadline")
     limits = ("context_length_exceeded", "kv_capacity_exceeded", "unsupported_with_decode_servers")
     return Operation(
-        "POST",
+        method,
         path,
         "inference",
         summary,
@@ -246,6 +246,7 @@ OPERATIONS: tuple[Operation, ...] = (
     _inference("/v1/chat/completions", Chat, _CHAT, "Answer a conversation"),
     _inference("/v1/completions", Completion, {"prompt": "Once", "max_tokens": 16}, "Complete"),
     _inference("/generate", Generate, {"text": "Once"}, "SGLang's own completion"),
+    _inference("/generate", Generate, {"text": "Once"}, "The same", "PUT"),
     Operation(
         "GET",
         "/v1/models",
