@@ -200,11 +200,16 @@ class Breakers:
                 record.state, record.successes = BreakerState.HALF_OPEN, 0
                 changes.append(BreakerChanged(worker, record.state, record.reason))
             elif (
-                record.state is BreakerState.CLOSED
-                and record.paused_until_s is None
-                and now - record.last_s > self._breaker.window_s
+                record.paused_until_s is None
+                and record.probe is None
+                and record.state is not BreakerState.OPEN
+                and now - max(record.last_s, record.open_until_s) > self._breaker.window_s
             ):
+                # Half-open, and for so long nobody went there: mostly it is another life's.
                 del self._records[worker]
+                if record.state is BreakerState.HALF_OPEN:
+                    reason = "nothing was sent there for long"
+                    changes.append(BreakerChanged(worker, BreakerState.CLOSED, reason))
         return changes
 
     def forget(self, pool: PoolId) -> None:

@@ -123,6 +123,12 @@ def check_urls(name: str, urls: tuple[str, ...], what: str) -> None:
     for url in urls:
         if not _is_url(url):
             raise ConfigError(f"{name}: {url!r} is not an http:// or https:// URL")
+        if "@" in urlsplit(url).netloc:
+            # It would be shown to everyone who may see the workers.
+            raise ConfigError(
+                f"{name}: a URL with a user name or a password in it: give servers their key by "
+                f"--upstream-api-key"
+            )
     if len({url.rstrip("/") for url in urls}) != len(urls):
         raise ConfigError(f"{name}: a {what} is named twice")
 

@@ -1,7 +1,7 @@
 """``/workers``: which servers there are, and to have one join or leave. As sglang-router has it."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from uuid import NAMESPACE_URL, uuid5
 
 import msgspec
@@ -26,7 +26,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     worker_type: Literal["regular", "prefill", "decode"] = "regular"
-    bootstrap_port: int | None = None
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     api_key: str | None = None
     priority: int = 50
     cost: float = 1.0

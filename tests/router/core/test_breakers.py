@@ -274,6 +274,17 @@ def test_another_life_of_the_worker_starts_anew() -> None:
     assert not fleet.avoids(BAD)
 
 
+def test_a_life_that_is_over_is_forgotten_in_the_end() -> None:
+    fleet = Fleet()
+    fleet.fail_at(BAD, 3)
+    fleet.feed(reported(0, Block(0, 1), life="life-2"))
+    fleet.tick(60.0)
+    changed = fleet.tick(QUICK.window_s + 1.0)
+    assert [type(one) for one in changed] == [BreakerChanged]
+    assert fleet.control._breakers.quiet
+    assert not fleet.avoids(BAD)
+
+
 def test_a_pool_that_left_is_forgotten() -> None:
     fleet = Fleet()
     fleet.fail_at(BAD, 3)
@@ -329,6 +340,17 @@ def test_if_it_does_not_say_it_is_left_alone_for_longer_each_time() -> None:
     press(fleet, BAD)
     fleet.tick(1.0)
     assert not fleet.avoids(BAD), "a success in between starts again"
+
+
+def test_a_success_ends_a_row_of_pauses_but_not_the_memory_of_failures() -> None:
+    fleet = Fleet()
+    fleet.fail_at(BAD, 2)
+    press(fleet, BAD)
+    fleet.tick(1.0)
+    fleet.finish(fleet.send_to(BAD))
+    press(fleet, BAD)
+    fleet.tick(1.0)
+    assert not fleet.avoids(BAD)
 
 
 def test_a_success_of_an_earlier_request_does_not_end_the_pause() -> None:

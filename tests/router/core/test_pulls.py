@@ -178,6 +178,19 @@ def test_a_pull_that_failed_is_not_tried_again_at_once() -> None:
     assert scene.dispatched("c", 6000, blocks=DOCUMENT).pull is not None
 
 
+def test_where_a_pull_failed_it_is_not_priced_and_elsewhere_it_is() -> None:
+    scene = pulling("4x1")
+    busy(scene)
+    dispatch = scene.dispatched("a", 6000, blocks=DOCUMENT)
+    assert dispatch.pull is not None
+    scene.end(dispatch.pull.transfer, TransferOutcome.FAILED)
+    scene.finish("a")
+    terms = scene.control.explain(request("b", 6000, blocks=DOCUMENT), scene.now).candidates
+    pulled = {one.worker: one.pull_tokens for one in terms}
+    assert pulled.pop(WorkerId("p/0x1")) == pulled.pop(dispatch.worker) == 0
+    assert list(pulled.values()) == [5000, 5000]
+
+
 def test_pulls_from_one_rank_are_bounded() -> None:
     scene = pulling("4x1", pulls_per_rank=2)
     busy(scene, 90_000)

@@ -152,6 +152,9 @@ def test_what_is_no_url_is_refused() -> None:
             await it.ready()
             with pytest.raises(ConfigError, match="is not an http"):
                 it.router.join("10.0.0.1:30000")
+            with pytest.raises(ConfigError, match="with a user name or a password") as refused:
+                it.router.join("http://me:secret@10.0.0.1:30000")
+            assert "secret" not in str(refused.value)
             assert not it.router.join(pool.url), "it is here already"
 
     run(scenario())

@@ -48,6 +48,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
     [
         ([], 2, "--pool-urls"),
         (["--pool-urls", "localhost:30000"], 2, "not an http:// or https:// URL"),
+        (["--pool-urls", "http://me:secret@a"], 2, "with a user name or a password"),
         (["--pool-urls", ","], 2, "name at least one pool"),
         (["--pool-urls", "http://a,http://a/"], 2, "named twice"),
         (["--pool-urls", "http://a", "--decode", "b:1"], 2, "decode_urls: 'b:1' is not an http"),

@@ -80,6 +80,7 @@ def test_what_cannot_join_is_refused() -> None:
                 ({}, 422),
                 ({"url": "http://a", "worker_type": "other"}, 422),
                 ({"url": "a:1"}, 400),
+                ({"url": "http://a", "bootstrap_port": 70_000}, 422),
                 ({"url": "http://a", "api_key": "k"}, 400),
                 ({"url": pool.url, "worker_type": "decode"}, 409),
             ):
