@@ -22,8 +22,9 @@ Phases = Mapping[str, Sequence[float | None]]
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``policy``, one of ours, is to reach: ``found`` in percent (of SLO attainment in points)
-    is to be as ``target`` says. None, with ``met``: what it takes was not run."""
+    """What ``policy``, one of ours or late binding with the controller, is to reach: ``found`` in
+    percent (of SLO attainment in points) is to be as ``target`` says. None, with ``met``: what it
+    takes was not run."""
 
     goal: str
     policy: str

@@ -40,10 +40,10 @@ class LateConfig:
 @dataclass(frozen=True, slots=True)
 class FluidConfig:
     """Fluid composition. λ = min(``late.lam_cap``, ``lam`` + ``lam_busy``·busy² +
-    ``late.lam_gain``·EMA(queued requests per rank)), busy the part of the ranks that have prefills
-    to do; ``ageing`` takes the place of that of late binding. Until moves have been measured, one
-    of a step keeps its ranks for ``step_s``; a pool whose last move went wrong is not moved for
-    ``rest_s``, for twice as long if that was the second in a row, and so on.
+    ``late.lam_gain``·EMA(queued requests per rank)), busy the part of the serving ranks that have
+    prefills to do; ``ageing`` takes the place of that of late binding. Until moves have been
+    measured, one of a step keeps its ranks for ``step_s``; a pool whose last move went wrong is not
+    moved for ``rest_s``, for twice as long if that was the second in a row, and so on.
     """
 
     lam: float = 0.4

@@ -389,11 +389,7 @@ class Membership:
         self._serving_ranks = sum(candidate.degree for candidate in self.serving)
         degrees = {degree for pool in self.pools for degree in pool.degrees}
         priced = (degree for degree in degrees if self._rules.degree_fault(degree) is None)
-        ladder = tuple(sorted(priced))
-        if ladder != self._ladder:
-            self._ladder = ladder
-            for pool in self._pools.values():
-                pool.lattice = None  # another one may be movable now
+        self._ladder = tuple(sorted(priced))
         self._peers = {p.slot: p for pool in self._pools.values() for p in pool.peers}
         self._lattice_is_new = False
         self._alike, self._peers_of = {}, {}

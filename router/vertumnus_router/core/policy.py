@@ -155,7 +155,7 @@ class FluidPolicy(LatePolicy):
         return min(self._config.lam_cap, idle_lam + self._config.lam_gain * self._backlog)
 
     def look(self, busy: float) -> None:
-        """Of the ranks, ``busy`` (0 to 1) have prefills to do now."""
+        """Of the ranks that serve now, ``busy`` (0 to 1) have prefills to do."""
         self._busy = busy
 
     def candidates(self, membership: Membership) -> Candidates:
