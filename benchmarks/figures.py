@@ -77,7 +77,9 @@ def _plan(options: argparse.Namespace) -> Plan:
     given = {name: value for name, value in asked.items() if value is not None}
     make = quick_plan if options.quick else full_plan
     plan = make(**given, tune_each_load=options.tune_each_load)
-    return plan if options.workloads is None else plan.only(options.workloads)
+    if options.workloads is not None:
+        plan = plan.on(options.workloads)
+    return plan if options.contenders is None else plan.of(options.contenders)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,10 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tuning-requests", type=positive_int, help="3000, quick 150")
     parser.add_argument("--seeds", type=_seeds, metavar="1,2,3", help="to evaluate; quick: 1")
     parser.add_argument(
-        "--workloads",
-        type=lambda text: tuple(text.split(",")),
-        metavar="A,B",
-        help="only these, as conversation,varying",
+        "--workloads", type=_names, metavar="A,B", help="only these, as conversation,varying"
+    )
+    parser.add_argument(
+        "--contenders", type=_names, metavar="A,B", help="only these, as late,fluid"
     )
     parser.add_argument(
         "--tune-each-load", action="store_true", help="not only at each workload's highest"
@@ -115,6 +117,10 @@ def _parser() -> argparse.ArgumentParser:
         "--any-code", action="store_true", help="keep what other code has finished in DIR"
     )
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _seeds(text: str) -> tuple[int, ...]:

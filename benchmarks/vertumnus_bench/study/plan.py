@@ -37,13 +37,22 @@ class Plan:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise StudyError("the seeds are one or more different numbers")
 
-    def only(self, workloads: Sequence[str]) -> Self:
+    def on(self, workloads: Sequence[str]) -> Self:
         """The plan for some of its workloads. Raises ``StudyError`` for one that it has not."""
-        known = [load.workload for load in self.loads]
-        for name in workloads:
-            if name not in known:
-                raise StudyError(f"no workload {name!r}: there are {', '.join(known)}")
+        _check("workload", workloads, [load.workload for load in self.loads])
         return replace(self, loads=tuple(load for load in self.loads if load.workload in workloads))
+
+    def of(self, contenders: Sequence[str]) -> Self:
+        """The plan for some of its contenders, and whom these take their settings from; who is
+        compared over time stays. Raises ``StudyError`` for one that it has not."""
+        _check("contender", contenders, [one.name for one in self.contenders])
+        asked = {one.name: one.like for one in self.contenders if one.name in contenders}
+        names = {*asked, *asked.values()}
+        return replace(
+            self,
+            contenders=tuple(one for one in self.contenders if one.name in names),
+            variants=tuple(one for one in self.variants if one.contender in names),
+        )
 
     @property
     def cases(self) -> list[Case]:
@@ -70,6 +79,12 @@ class Plan:
             phase_share=self.trial.phase_share if varying else 1.0,
             over_time=varying,
         )
+
+
+def _check(kind: str, asked: Sequence[str], known: Sequence[str]) -> None:
+    for name in asked:
+        if name not in known:
+            raise StudyError(f"no {kind} {name!r}: there are {', '.join(known)}")
 
 
 def full_plan(

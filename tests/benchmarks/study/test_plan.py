@@ -82,11 +82,20 @@ def test_layouts_of_kv_differ_in_one_thing_at_both_sizes_of_memory() -> None:
 
 
 def test_a_part_of_the_workloads() -> None:
-    plan = full_plan().only(["varying", "conversation"])
+    plan = full_plan().on(["varying", "conversation"])
     assert [load.workload for load in plan.loads] == ["conversation", "varying"]
     assert plan.contenders == full_plan().contenders
     with pytest.raises(StudyError, match="no workload 'chat': there are conversation, tool-agent"):
-        full_plan().only(["chat"])
+        full_plan().on(["chat"])
+
+
+def test_a_part_of_the_contenders() -> None:
+    plan = full_plan().of(["late", "late_best_mix"])
+    assert [one.name for one in plan.contenders] == ["paper", "late_best_mix", "late"]
+    assert {one.contender for one in plan.variants} == {"paper", "late"}
+    assert plan.over_time == full_plan().over_time
+    with pytest.raises(StudyError, match="no contender 'luck': there are homogeneous_1"):
+        full_plan().of(["luck"])
 
 
 def test_contenders_are_tuned_at_the_highest_load_or_at_each() -> None:
