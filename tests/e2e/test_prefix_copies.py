@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -127,8 +128,11 @@ def test_copies_deletions_and_moves_under_memory_pressure_change_no_answer(
             for _ in range(5)
             for n in range(len(prompts))
         ]
-        turn = 0
-        while not all(one.done() for _, one in answers):
+        turn, late_s = 0, time.monotonic() + 180
+        # On a slow machine most copies are refused as long as the clients need the memory.
+        while not all(one.done() for _, one in answers) or (
+            outcomes.count("replicate done") < 5 and time.monotonic() < late_s
+        ):
             turn += 1
             if turn % 8 == 0:
                 move(server, source.choice(COMPOSITIONS))
