@@ -5,29 +5,22 @@
 
 import asyncio
 import json
-import os
 import re
 from dataclasses import dataclass
 
 import pytest
 import uvloop
 from aiohttp import web
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vertumnus_router.io.direct import DirectProtocol
 
 from tests.router.io.fake_pool import FakePool, Seen, stream
+from tests.router.io.fuzzing import examples, fuzzing
 from tests.router.io.harness import Running, running, until
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
-SETTINGS = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+EXAMPLES = examples(60)
+SETTINGS = fuzzing(60)
 #: What the router adds, or says in its own words.
 OURS = frozenset(
     (

@@ -7,7 +7,6 @@ printed (``pytest -s``).
 import asyncio
 import json
 import logging
-import os
 from collections import Counter
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import requests
 import schemathesis
 import uvloop
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import assume, given
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 from schemathesis.checks import load_all_checks as load_checks
@@ -24,17 +23,11 @@ from vertumnus_router.io.openapi.document import document
 from vertumnus_router.io.servers import server_id
 
 from tests.router.io.fake_pool import FakePool
+from tests.router.io.fuzzing import examples, fuzzing
 from tests.router.io.harness import running, until
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "6"))
-SETTINGS = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+EXAMPLES = examples(6)
+SETTINGS = fuzzing(6)
 #: Where nothing listens.
 NOBODY = tuple(f"http://127.0.0.1:{port}" for port in (1, 2, 3))
 CONFORMANCE = (
